@@ -286,13 +286,13 @@ def _with_head(head: str, experiment: Experiment) -> Experiment:
 
 def _finetuning() -> Iterator[Capability]:
     tune = functools.partial(Capability, group="fine-tuning")
+    for name, head in (("tags of words", "tags"), ("answers in contexts", "spans")):
+        head = {"change": functools.partial(_with_head, head), "called": "head|encoder"}
+        yield tune(name, module="experiments.bert", **head)
     names = {"called": "lora|low.rank|kernel|freeze|frozen"}
     yield tune("low-rank kernels", change=lambda e: apply(e, LoRA(rank=2, alpha=4.0)), **names)
     names = {"called": "quantiz|packed|nf4|lora|kernel|freeze|frozen"}
     yield tune("quantized kernels", change=_quantized, **names)
-    for name, head in (("tags of words", "tags"), ("answers in contexts", "spans")):
-        head = {"change": functools.partial(_with_head, head), "called": "head|encoder"}
-        yield tune(name, module="experiments.bert", **head)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=_preferences, **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}

@@ -11,6 +11,7 @@ import jaxtrain
 from jaxtrain.compare import compose
 from jaxtrain.compare.capabilities import Capability, Together, together
 from jaxtrain.compare.compose import Cell
+from jaxtrain.host.paths import read_if_there
 from jaxtrain.run.provenance import commit
 
 RESULTS, PAGE, TABLE = "composition.tsv", "composition.html", "composition.md"
@@ -49,8 +50,8 @@ def write(
 
 def read(folder: pathlib.Path) -> dict[tuple[str, ...], Result]:
     """Reads the results that :func:`write` has written; none where there are none."""
-    path = folder / RESULTS
-    rows = (line.split("\t") for line in path.read_text().splitlines()) if path.exists() else ()
+    lines = read_if_there(folder / RESULTS).decode().splitlines()
+    rows = (line.split("\t") for line in lines)
     return {tuple(names.split(" x ")): Result(*rest) for names, *rest in rows}
 
 

@@ -201,8 +201,8 @@ def test_parity_of_a_loss_says_what_is_wrong_and_what_to_do(layers):
     assert "1 of 2 meshes agree" in str(e.value)
     with pytest.raises(ValueError, match=r"no mesh fits, .*it takes 16 devices"):
         jt.parity(init_fn, loss_fn, batch, layouts=["data=16"])
-    with pytest.raises(ValueError, match="policy 'fp16' is not compared: use one of f32, bf16"):
-        jt.parity(init_fn, loss_fn, batch, layouts=["data=1"], policy="fp16")
+    with pytest.raises(ValueError, match="policy 'f64' is not compared: use one of f32, bf16"):
+        jt.parity(init_fn, loss_fn, batch, layouts=["data=1"], policy="f64")
 
 
 @pytest.mark.parametrize("layout", ["data=4,fsdp=2,dcn_data=2", "data=2,fsdp=4,dcn_fsdp=2"])
