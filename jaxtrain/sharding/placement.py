@@ -294,13 +294,14 @@ def entered_specs(params: PyTree, shardings: PyTree | None = None) -> PyTree | N
     if not free:
         return None
     if shardings is not None:
-        ambient = not jax.sharding.get_abstract_mesh().empty
+        ambient, by_name = not jax.sharding.get_abstract_mesh().empty, named_leaves(shardings)
 
-        def entered(x: jax.Array, sharding: NamedSharding) -> P | NamedSharding:
+        def entered(name: str, x: jax.Array) -> P | NamedSharding:
+            sharding = by_name[name]
             spec = _without_batch_axes(sharding.spec, x.ndim, free)
             return spec if ambient else NamedSharding(sharding.mesh, spec)
 
-        return jax.tree.map(entered, params, shardings)
+        return map_named(entered, params)
     if _PLACEMENT.value.params is None:
         raise ValueError(
             f"the step is traced for a mesh {describe_mesh(mesh)} and does not know how its "
