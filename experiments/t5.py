@@ -3,7 +3,9 @@
 By default a small T5 learns to fill in spans that are cut out of the Python standard library's
 source, as T5 is pretrained. With ``--task name`` it reads the body of a function, without its name
 and docstring, and writes both: the name and, where there is one, the first line of the docstring.
-Files are split into train and held-out by a hash of their path. Minutes on 2 CPU cores.
+Files are split into train and held-out by a hash of their path. On two cores of an AMD EPYC spans
+take 391 CPU seconds and end at 3.58 nats per token; names take 369, with 13.4 % of them exact from
+scratch (jaxtrain/data/README.md).
 
     python -m experiments.t5 --run-dir runs/spans
     python -m experiments.t5 --task name --init-from runs/spans

@@ -5,7 +5,9 @@ library. ``--task classify`` then trains it to tell from a fragment of source co
 largest packages it is of, beside a baseline of counted words (TF-IDF and logistic regression). The
 same files are held out of both tasks, by a hash of their path. ``--task tags`` and ``--task
 answers`` read rows: words with their tags (names in text), and questions with answers that stand in
-a context.
+a context. On two cores of an AMD EPYC the default takes 125 CPU seconds and ends at 5.66 nats per
+masked token; a classification takes 87 to 104 and tells 86.8 % of the fragments, 87.4 % with
+``--init-from`` (jaxtrain/data/README.md).
 
     python -m experiments.bert --run-dir runs/masked
     python -m experiments.bert --task classify
