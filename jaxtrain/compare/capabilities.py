@@ -148,7 +148,8 @@ def _optimizers() -> Iterator[Capability]:
 
 def _tasks() -> Iterator[Capability]:
     yield Capability("dropout", "task", flags=("--dropout", "0.2"))
-    yield Capability("attention dropout", "task", flags=("--attention-dropout", "0.2"))
+    flags = ("--attention-dropout", "0.2")
+    yield Capability("attention dropout", "task", flags=flags, called="attention.dropout")
     gpt = functools.partial(Capability, group="task", module="experiments.gpt")
     yield gpt("z-loss", flags=("--z-loss", "1e-3"))
     yield gpt("packed documents", flags=("--packing", "fit"), called="packing")

@@ -12,8 +12,10 @@ crash, or a refusal that does not say what does not fit. What needs hardware tha
 so. ``jaxtrain compose`` prints the faults, and writes the table and a page.
 """
 
+import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import re
 import time
@@ -89,12 +91,19 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
             here.append(cell)
     if not here:
         return
+    said = io.StringIO()
     try:
-        task = load_config(those[0].module, list(those[0].task), command="compose")
+        with contextlib.redirect_stderr(said):
+            task = load_config(those[0].module, list(those[0].task), command="compose")
         experiment = build_experiment(*task)
         for each in those[0].chosen:
             experiment = experiment if each.change is None else each.change(experiment)
-    except (ValueError, SystemExit) as error:  # SystemExit for flags that it does not have
+    except SystemExit:  # for a flag that it does not have
+        unknown = re.search(r"--[\w.-]+", said.getvalue())
+        told = f"the model of {those[0].module} has no flag {unknown and unknown[0]}"
+        yield from (refused(cell, told) for cell in here)
+        return
+    except ValueError as error:
         yield from (refused(cell, str(error)) for cell in here)
         return
     laid = []

@@ -52,9 +52,9 @@ def generated(experiment: Experiment, layout: Layout) -> Errors:
         model, params, _ = trained.load(folder)
         mesh = make_mesh(fsdp=-1, tensor=layout.mesh.tensor)
         _, placed, _ = trained.load(folder, mesh=mesh)
+    step = generate.generate_step(model, max_new_tokens=NEW_TOKENS)  # refuses what writes nothing
     asked = np.random.default_rng(0).integers(0, model.vocab_size, (len(jax.devices()), 4))
     asked = generate.prompts(model, asked, max_new_tokens=NEW_TOKENS, temperature=0)
-    step = generate.generate_step(model, max_new_tokens=NEW_TOKENS)
     state = generate.Weights(placed)
     written = compile_step(step, state, asked, mesh=mesh, donate=False)(state, asked)
     return _bits({"tokens": written}, {"tokens": jax.jit(step)(generate.Weights(params), asked)})

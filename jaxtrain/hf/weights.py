@@ -130,7 +130,8 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
     # A head that the folder lacks is initialised anew; another head of the folder is ignored, also
     # where its tensor has the name and the shape of one that is lacking.
     new_head = _head(config) != _head(own)
-    own_paths = family.rows_of(own)[0].keys() if new_head else ()
+    own_rows = family.rows_of(own)[0] if new_head else {}
+    others = {row.theirs for row in own_rows.values()}
 
     def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight | None:
         row = rows[path]
@@ -139,7 +140,8 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
         names = row.names(shape.shape[0])
         of_head = new_head and path.startswith("head/")
         lacks = (name not in tensors or tensors[name].shape != wanted for name in names)
-        if of_head and (path not in own_paths or any(lacks)):
+        is_others = path not in own_rows and row.theirs in others
+        if of_head and (is_others or any(lacks)):
             return None
         for name in names:
             if name not in tensors:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from jaxtrain.models import decoder, encoder_decoder, layers
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bias, embedded, encoded
 from jaxtrain.ops.attention import cached_attention
 from jaxtrain.ops.per_device import split_over
@@ -86,13 +85,15 @@ class Decoder(Protocol):
 
 
 def decoder_of(config: DecoderConfig | T5Config) -> Decoder:
-    """Returns the decoder of a model."""
-    if isinstance(config, EncoderConfig):
+    """Returns the decoder of a model; raises ValueError for one that writes no tokens."""
+    kinds = {DecoderConfig: CausalDecoder, T5Config: SourceDecoder}
+    if (kind := kinds.get(type(config))) is None:
+        form = type(config).__name__.removesuffix("Config").lower()
         raise ValueError(
-            "a model of the form encoder cannot generate: it reads whole rows; give a decoder or "
+            f"a model of the form {form} cannot generate: it writes no tokens; give a decoder or "
             "an encoder-decoder"
         )
-    return SourceDecoder(config) if isinstance(config, T5Config) else CausalDecoder(config)
+    return kind(config)
 
 
 @dataclasses.dataclass(frozen=True)

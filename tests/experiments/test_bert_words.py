@@ -259,7 +259,7 @@ def test_what_is_no_row_of_words_or_questions_is_refused(files, tmp_path):
 
 def test_an_encoder_cannot_generate():
     model = encoder.EncoderConfig(vocab_size=9, seq_len=4, layers=1, width=8, heads=2)
-    with pytest.raises(ValueError, match="a model of the form encoder cannot generate: it reads"):
+    with pytest.raises(ValueError, match="a model of the form encoder cannot generate: it writes"):
         generate_step(model, max_new_tokens=2)
 
 

@@ -158,7 +158,7 @@ def test_check_says_what_is_not_read(folder_of, capsys):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["BertForQuestionAnswering"]}, "of bert there is only BertForMaskedLM"),
+        ({"architectures": ["BertForMultipleChoice"]}, "of bert there is only BertForMaskedLM"),
         ({"is_decoder": True}, "only is_decoder=False is known here of BertForMaskedLM"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is"),
         (
