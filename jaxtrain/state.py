@@ -24,7 +24,7 @@ from jaxtrain.sharding.rules import (
     state_shardings,
 )
 from jaxtrain.sharding.stack import of_model
-from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
+from jaxtrain.tree import PyTree, by_paths, combine, map_named, named_leaves, partition
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +122,7 @@ def init_state(
         return dataclasses.replace(state, params=made)
 
     state = jax.jit(remainder, out_shardings=shardings)(rng, given)
-    there = map_named(lambda name, _: given.get(name), shapes.params)
+    there = by_paths(given, shapes.params)
     return dataclasses.replace(state, params=combine(there, state.params))
 
 

@@ -5,7 +5,7 @@ path ``blocks/attn/q``. Attributes of dataclasses and named tuples and indices o
 too, so the optimizer state of that parameter ends in the same words: ``0/mu/blocks/attn/q``.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +46,15 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     {'a/b': 1, 'c/0': 2, 'c/1': 3}
     """
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def by_paths(leaves: Mapping[str, Any], like: Any) -> Any:
+    """Returns leaves by path name as a tree like another, with None for those that are left out.
+
+    >>> by_paths({"a/b": 1}, {"a": {"b": 0}, "c": 0})
+    {'a': {'b': 1}, 'c': None}
+    """
+    return map_named(lambda name, _: leaves.get(name), like)
 
 
 def partition(keep: Callable[[str, Any], bool], tree: Any) -> tuple[Any, Any]:

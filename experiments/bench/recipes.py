@@ -66,7 +66,7 @@ def main(config: Config) -> None:
     about = {
         "model": flags.model,
         "steps": config.steps,
-        "tokens": config.rounds * 16 * config.seq_len,
+        "tokens": config.rounds * flags.global_batch * config.seq_len,
     }
     print(json.dumps({"row": "recipes", **machine.facts(), **about, "least_decibels": found}))
 

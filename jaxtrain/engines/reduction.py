@@ -41,7 +41,7 @@ from jaxtrain.sharding.placement import (
 )
 from jaxtrain.sharding.row_keys import draws, draws_otherwise
 from jaxtrain.sharding.specs import axes_of, within
-from jaxtrain.tree import PyTree, map_named, name_of, named_leaves
+from jaxtrain.tree import PyTree, by_paths, name_of, named_leaves
 
 
 def find_shards(
@@ -155,8 +155,7 @@ def reduced_once(
         )
         grads, loss = program(narrow, batch, rng, loss_scale)
         # Of arrays again: what is cast may be kernels in their place, under the same paths.
-        by_name = named_leaves(grads)
-        grads = map_named(lambda name, _: by_name.get(name), params)
+        grads = by_paths(named_leaves(grads), params)
         return GradientSums(grads, loss, None, microbatches)
 
     return mapped

@@ -38,7 +38,7 @@ from jaxtrain.sharding.placement import Gather
 from jaxtrain.sharding.row_keys import microbatch_keys
 from jaxtrain.sharding.specs import names_of, tidy, within
 from jaxtrain.stages import Stages, loss_from_stages
-from jaxtrain.tree import PyTree, map_named, named_leaves, widen
+from jaxtrain.tree import PyTree, by_paths, map_named, named_leaves, widen
 
 REMAT = ("full", "none")
 
@@ -123,7 +123,7 @@ def pipeline(
         weights_M, dtype = _weights(entered.stages, params, batch, rng, microbatches)
         seeds = seed_and_factor(weights_M, loss_scale, dtype)
         loss, d_stacked, d_outer = _on_devices(entered, mesh, params, batch, keys_M, *seeds)
-        grads = map_named(lambda name, _: (d_stacked | d_outer).get(name), given)
+        grads = by_paths(d_stacked | d_outer, given)
         return GradientSums(grads, loss, None, microbatches)
 
     engine.stack = stages.stacked
