@@ -1,8 +1,13 @@
-"""Decoding with a cache: the :class:`Decoder` that generation asks for, and the two families' own.
+"""Decoding with a cache: the :class:`Decoder` that generation and serving ask for, and the two
+families' own.
+
+A cache is only read within the scan over layers, tile by tile as far as the longest row goes, and
+is written once behind it. So nothing copies it, and a token costs what its row holds.
 
 Shapes: B rows, C tokens of a chunk, P prompt (or source) positions, T target positions, S cache
 positions, L layers, H query heads, G key and value heads, K features per head, D width, V
-vocabulary.
+vocabulary, N pages of
+M positions.
 """
 
 import dataclasses
@@ -17,12 +22,16 @@ import jax.numpy as jnp
 from jaxtrain.models import decoder, encoder_decoder, layers
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bias, embedded, encoded
-from jaxtrain.ops.attention import cached_attention
+from jaxtrain.ops.cached import Tiles, chunk_attention, whole_attention
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.sharding.placement import constrain, gather
 
 # The token that begins a T5's target: its token of padding.
 START = 0
+
+
+# Positions that one step of attention reads; fewer where a cache has fewer.
+TILE = 128
 
 
 @jax.tree_util.register_dataclass
@@ -34,13 +43,75 @@ class Cache:
     as it takes for every device to have those of its own query heads.
 
     Args:
-      k, v: the rows' own, written token by token.
+      k, v: the rows' own; S is at most ``TILE``, or a multiple of it.
       source: a pytree that stays as prefill made it, such as the keys and values of a source.
     """
 
     k: jax.Array
     v: jax.Array
     source: Any = None
+
+    def tiles(self, l: jax.Array) -> Tiles:
+        """The keys and values of a layer."""
+        _, B, G, S, K = self.k.shape
+        size = min(S, TILE)
+
+        def read(t):
+            at = (l, 0, 0, t * size, 0)
+            return tuple(
+                jax.lax.dynamic_slice(x, at, (1, B, G, size, K))[0] for x in (self.k, self.v)
+            )
+
+        return Tiles(size, read)
+
+    def written(self, new: Sequence[jax.Array], start_B: jax.Array, count_B: jax.Array) -> "Cache":
+        """Puts new keys and values [L, B, G, C, K] behind ``start_B`` positions of each row; of
+        those beyond ``count_B``, which later ones replace, none is ever seen."""
+        del count_B
+        # Rows in order, which the partitioner sees: along them nothing is exchanged.
+        rows_B1 = jnp.arange(len(start_B))[:, None]
+        at_BC = start_B[:, None] + jnp.arange(new[0].shape[3])
+        k, v = (
+            pin_cache(x.at[:, rows_B1, :, at_BC].set(y.transpose(1, 3, 0, 2, 4)))
+            for x, y in zip((self.k, self.v), new, strict=True)
+        )
+        return dataclasses.replace(self, k=k, v=v)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """A :class:`Cache` whose rows lie in pages, which rows may share: [L, N, G, M, K].
+
+    Args:
+      k, v: the pages; nobody reads the first, which takes what stands in padding.
+      table: int32 [B, P], the pages of each row in order.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    table: jax.Array
+
+    def tiles(self, l: jax.Array) -> Tiles:
+        """The keys and values of a layer, a page at a time."""
+
+        def read(t):
+            pages_B = jax.lax.dynamic_index_in_dim(self.table, t, axis=1, keepdims=False)
+            return self.k[l, pages_B], self.v[l, pages_B]
+
+        return Tiles(self.k.shape[3], read)
+
+    def written(self, new: Sequence[jax.Array], start_B: jax.Array, count_B: jax.Array) -> "Pages":
+        """As :meth:`Cache.written`."""
+        C, M = new[0].shape[3], self.k.shape[3]
+        at_BC = start_B[:, None] + jnp.arange(C)
+        pages_BC = jnp.take_along_axis(self.table, at_BC // M, axis=1, mode="clip")
+        pages_BC = jnp.where(jnp.arange(C) < count_B[:, None], pages_BC, 0)
+        k, v = (
+            pin_pages(x.at[:, pages_BC, :, at_BC % M].set(y.transpose(1, 3, 0, 2, 4)))
+            for x, y in zip((self.k, self.v), new, strict=True)
+        )
+        return dataclasses.replace(self, k=k, v=v)
 
 
 class Decoder(Protocol):
@@ -67,11 +138,11 @@ class Decoder(Protocol):
     def extend(
         self,
         params: Any,
-        cache: Cache,
+        cache: Cache | Pages,
         tokens_BC: jax.Array,
         start_B: jax.Array,
         count_B: jax.Array,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Cache | Pages]:
         """Reads a chunk of each row, such as one new token, into a cache filled below ``start_B``.
 
         Args:
@@ -121,6 +192,7 @@ class CausalDecoder:
         x_BPD = decoder.embed(self.config, params, {"tokens": tokens_BP})
         xs = (params["blocks"], jnp.arange(self.config.layers))
         x_BPD, kv_LBPGK = jax.lax.scan(layer, x_BPD, xs)
+        room = cache_length(tokens_BP.shape[1] + room) - tokens_BP.shape[1]
         padding = ((0, 0), (0, 0), (0, 0), (0, room), (0, 0))
         k, v = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kv_LBPGK)
         return self._logits(params, x_BPD, lengths_B), Cache(k, v)
@@ -134,7 +206,7 @@ class CausalDecoder:
         batch = {"tokens": tokens_BC, "positions": positions_BC}
         x_BCD = decoder.embed(self.config, params, batch)
         attend = functools.partial(layers.step_attention, self.config.block)
-        x_BCD, cache = _read(params["blocks"], cache, x_BCD, positions_BC, layer, attend)
+        x_BCD, cache = _read(params["blocks"], cache, x_BCD, start_B, count_B, layer, attend)
         return self._logits(params, x_BCD, count_B), cache
 
     def _layer(self, layer_params, l, x_BCD, positions_BC, attend):
@@ -173,38 +245,34 @@ class SourceDecoder:
 
         _, kv_LBPGK = jax.lax.scan(layer, None, params["decoder"]["cross"])
         k, v = (pin_cache(x.transpose(0, 1, 3, 2, 4)) for x in kv_LBPGK)
-        empty = pin_cache(jnp.zeros((*k.shape[:3], room, k.shape[4]), k.dtype))
+        empty = pin_cache(jnp.zeros((*k.shape[:3], cache_length(room), k.shape[4]), k.dtype))
         start_B1, one_B = self.rows(tokens_BP, lengths_B)
         cache = Cache(empty, empty, (k, v, lengths_B[None]))
         return self.extend(params, cache, start_B1, jnp.zeros_like(one_B), one_B)
 
     def extend(self, params, cache, tokens_BC, start_B, count_B):
-        positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
         S, (source_k, source_v, lengths_1B) = cache.k.shape[3], cache.source
         seen_BP = jnp.arange(source_k.shape[3]) < lengths_1B[0][:, None]
         bias_HO = distance_bias(self.config, params, "decoder", S)
 
-        def bias_from(position):  # Key s is s - position away.
-            return jax.lax.dynamic_slice_in_dim(bias_HO, S - 1 - position, S, axis=1)
+        def bias(distance_BCS):
+            return bias_HO[:, jnp.clip(S - 1 + distance_BCS, 0, 2 * S - 2)].swapaxes(0, 1)
 
-        bias_BCHS = jax.vmap(jax.vmap(bias_from))(positions_BC)
-
-        def attend(l, q_BCHK, k_BGSK, v_BGSK, positions_BC):
-            form = {"positions_BC": positions_BC, "bias_BCHS": bias_BCHS, "scale": 1.0}
-            return cached_attention(q_BCHK, k_BGSK, v_BGSK, **form)
+        def attend(l, q_BCHK, k_BGCK, v_BGCK, start_B, tiles):
+            return chunk_attention(q_BCHK, k_BGCK, v_BGCK, start_B, tiles, bias=bias, scale=1.0)
 
         def layer(layer_params, l, x_BCD, attend):
             def attend_to_source(q_BCHK, k_BCGK, v_BCGK):
                 del k_BCGK, v_BCGK  # Of the tokens: XLA computes nothing that is not read.
                 source = source_k[l], source_v[l]
-                return cached_attention(q_BCHK, *source, seen_BS=seen_BP, scale=1.0), None
+                return whole_attention(q_BCHK, *source, seen_BP, scale=1.0), None
 
             block = layers.apply(DecoderBlock, self.config.decoder, gather(layer_params, "decoder"))
-            x_BCD, (cache, _) = block(x_BCD, x_BCD, attend, attend_to_source)
-            return x_BCD, cache
+            x_BCD, (new, _) = block(x_BCD, x_BCD, attend, attend_to_source)
+            return x_BCD, new
 
         x_BCD = embedded(self.config, params, tokens_BC, None, 1)
-        x_BCD, cache = _read(params["decoder"], cache, x_BCD, positions_BC, layer, attend)
+        x_BCD, cache = _read(params["decoder"], cache, x_BCD, start_B, count_B, layer, attend)
         last_B1D = _last(x_BCD, count_B)
         return encoder_decoder.head_logits(self.config, params, last_B1D)[:, 0], cache
 
@@ -214,38 +282,44 @@ def pin_cache(x: jax.Array) -> jax.Array:
     return constrain(x, *(None, "batch", "heads", None, None)[: x.ndim])
 
 
+def pin_pages(x: jax.Array) -> jax.Array:
+    """A leaf of pages, split by heads."""
+    return constrain(x, None, None, "heads", None, None)
+
+
+def cache_length(positions: int) -> int:
+    """Returns how many positions a cache for so many has: whole tiles where it has several."""
+    return positions if positions <= TILE else -(-positions // TILE) * TILE
+
+
 def _read(
     stack: Any,
-    cache: Cache,
+    cache: Cache | Pages,
     x_BCD: jax.Array,
-    positions_BC: jax.Array,
+    start_B: jax.Array,
+    count_B: jax.Array,
     layer: Callable,
-    attend: Any,
-) -> tuple[jax.Array, Cache]:
-    """Applies a stack's layers, each of which writes its keys and values and attends to them all.
+    attend: Callable,
+) -> tuple[jax.Array, Cache | Pages]:
+    """Applies a stack's layers, each of which attends to its own positions and to the cache.
 
     Args:
-      layer: ``(layer_params, l, x_BCD, attend) -> (x_BCD, cache)``.
-      attend: ``(l, q_BCHK, k_BGSK, v_BGSK, positions_BC) -> out_BCHK``.
+      layer: ``(layer_params, l, x_BCD, attend) -> (x_BCD, new keys and values)``.
+      attend: ``(l, q_BCHK, k_BGCK, v_BGCK, start_B, tiles) -> out_BCHK``.
     """
-    # Rows in order, which the partitioner sees: along them nothing is exchanged.
-    rows_B1 = jnp.arange(len(x_BCD))[:, None]
 
-    def step(carry, params_and_index):
-        (x_BCD, cache), (layer_params, l) = carry, params_and_index
+    def step(x_BCD, params_and_index):
+        layer_params, l = params_and_index
 
-        def write(q_BCHK, *new):
-            k, v = (
-                pin_cache(whole.at[l, rows_B1, :, positions_BC].set(_cached(x, q_BCHK.shape[2])))
-                for whole, x in zip((cache.k, cache.v), new, strict=True)
-            )
-            out_BCHK = attend(l, q_BCHK, k[l], v[l], positions_BC)
-            return out_BCHK, dataclasses.replace(cache, k=k, v=v)
+        def attend_and_keep(q_BCHK, *new):
+            heads, dtype = q_BCHK.shape[2], cache.k.dtype
+            new = [_cached(x, heads).swapaxes(1, 2).astype(dtype) for x in new]
+            return attend(l, q_BCHK, *new, start_B, cache.tiles(l)), new
 
-        return layer(layer_params, l, x_BCD, write), None
+        return layer(layer_params, l, x_BCD, attend_and_keep)
 
-    # The cache is carried, not scanned over: updated in place, where a scan would copy it.
-    return jax.lax.scan(step, (x_BCD, cache), (stack, jnp.arange(len(cache.k))))[0]
+    x_BCD, new_LBGCK = jax.lax.scan(step, x_BCD, (stack, jnp.arange(len(cache.k))))
+    return x_BCD, cache.written(new_LBGCK, start_B, count_B)
 
 
 def _cached(k_BCGK: jax.Array, heads: int) -> jax.Array:

@@ -23,7 +23,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
-from jaxtrain.ops.attention import attention, branch_shares, cached_attention
+from jaxtrain.ops.attention import attention, branch_shares
+from jaxtrain.ops.cached import Tiles, chunk_attention
 from jaxtrain.ops.linear import matmul, matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
@@ -222,18 +223,18 @@ def row_attention(
 
 
 def step_attention(
-    config: BlockConfig, index: int | jax.Array, q_BCHK, k_BGSK, v_BGSK, positions_BC
+    config: BlockConfig, index: int | jax.Array, q_BCHK, k_BGCK, v_BGCK, start_B, tiles: Tiles
 ) -> jax.Array:
-    """Attention of new positions of each row to a cache, as layer ``index`` has it.
+    """Attention of a chunk of each row to itself and to a cache, as layer ``index`` has it.
 
-    Arguments are those of :func:`jaxtrain.ops.attention.cached_attention`.
+    Arguments are those of :func:`jaxtrain.ops.cached.chunk_attention`.
     """
     window = config.window
     if not isinstance(local := is_local(config, index), bool):
         # All of the cache is read in any case, and masked.
-        window = jnp.where(local, window, k_BGSK.shape[2])
+        window = jnp.where(local, window, jnp.iinfo(jnp.int32).max)
     form = {"window": window, "scale": _scale(config), "softcap": config.attention_softcap}
-    return cached_attention(q_BCHK, k_BGSK, v_BGSK, positions_BC=positions_BC, **form)
+    return chunk_attention(q_BCHK, k_BGCK, v_BGCK, start_B, tiles, **form)
 
 
 def row_angles(

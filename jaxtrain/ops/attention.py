@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from jaxtrain.decisions import Kernel, Kind, Reason, Why
 from jaxtrain.ops import per_device, splash
-from jaxtrain.ops.numerics import MASKED, soft_cap, wide
-from jaxtrain.ops.tiled import tiled_attention, wide_einsum
+from jaxtrain.ops.numerics import wide
+from jaxtrain.ops.tiled import tiled_attention
 from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import report_finding
 
@@ -312,48 +312,6 @@ KERNELS = {
 
 class AheadOfTimeWarning(UserWarning):
     """A program compiled for a chip that is not here differs from the one that would run there."""
-
-
-def cached_attention(
-    q_BCHK: jax.Array,
-    k_BGSK: jax.Array,
-    v_BGSK: jax.Array,
-    *,
-    positions_BC: jax.Array | None = None,
-    window: int | jax.Array | None = None,
-    seen_BS: jax.Array | None = None,
-    bias_BCHS: jax.Array | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Attends from C new positions per row to a cache of keys and values.
-
-    Args:
-      q_BCHK: queries.
-      k_BGSK, v_BGSK: caches, filled up to and including ``positions_BC``; the rest is not read.
-      positions_BC: int32, each query's own position.
-      window, scale, softcap: as for :func:`attention`; the window may be traced.
-      seen_BS: which keys are seen, instead of those up to ``positions_BC``.
-      bias_BCHS: added to the scores.
-
-    Returns:
-      [B, C, H, K] in the dtype of ``q_BCHK``.
-    """
-    (B, C, H, K), (_, G, S, _) = q_BCHK.shape, k_BGSK.shape
-    # A product by key head, of the queries of all positions: N = C * R.
-    q_BGNK = q_BCHK.reshape(B, C, G, H // G, K).swapaxes(1, 2).reshape(B, G, -1, K)
-    scores = wide_einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK) * (scale or K**-0.5)
-    scores = scores.reshape(B, G, C, H // G, S)
-    if bias_BCHS is not None:
-        scores += bias_BCHS.reshape(B, C, G, H // G, S).swapaxes(1, 2)
-    scores = soft_cap(scores, softcap)
-    seen_BCS = jnp.arange(S) <= positions_BC[..., None] if seen_BS is None else seen_BS[:, None]
-    if window is not None:
-        seen_BCS &= jnp.arange(S) > positions_BC[..., None] - window
-    scores = jnp.where(seen_BCS[:, None, :, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).reshape(B, G, -1, S).astype(v_BGSK.dtype)
-    out_BGNK = jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK)
-    return out_BGNK.reshape(B, G, C, H // G, K).swapaxes(1, 2).reshape(B, C, H, K)
 
 
 def _choose_here(

@@ -11,6 +11,7 @@ from flax import nnx
 import jaxtrain as jt
 from jaxtrain.models import layers
 from jaxtrain.models.config import BlockConfig
+from jaxtrain.ops.cached import Tiles
 from jaxtrain.tree import map_named, named_leaves
 from tests.models import decoder_definition as definition
 
@@ -81,11 +82,12 @@ def test_a_block_and_its_gradients_are_those_of_the_definition(form):
             )
 
 
-def test_a_full_cache_is_seen_whole_but_in_layers_with_a_window():
+def test_a_cache_is_seen_whole_but_in_layers_with_a_window():
     config = BlockConfig(width=4, heads=1, window=2, window_pattern=(True, False))
     k, v = jnp.zeros((1, 1, 4, 4)), jnp.eye(4)[None, None]
-    cache = jnp.ones((1, 1, 1, 4)), k, v, jnp.array([[3]])
-    of_layer = jax.jit(jax.vmap(lambda index: layers.step_attention(config, index, *cache)))
+    new = jnp.ones((1, 1, 1, 4)), k[:, :, 3:], v[:, :, 3:], jnp.array([3])
+    tiles = Tiles(4, lambda t: (k, v))
+    of_layer = jax.jit(jax.vmap(lambda index: layers.step_attention(config, index, *new, tiles)))
     np.testing.assert_allclose(of_layer(jnp.arange(2))[:, 0, 0, 0], [[0, 0, 0.5, 0.5], [0.25] * 4])
 
 

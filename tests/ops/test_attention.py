@@ -18,7 +18,7 @@ from jaxtrain.decisions import Why
 from jaxtrain.jaxprs import float32_products
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops import tiled
-from jaxtrain.ops.attention import attention, cached_attention, choose
+from jaxtrain.ops.attention import attention, choose
 from jaxtrain.ops.per_device import obstacle, on_each_device
 from jaxtrain.ops.splash import splash_attention
 from jaxtrain.sharding.mesh import make_mesh
@@ -336,25 +336,6 @@ def test_nothing_of_size_t_times_s_is_kept_for_the_backward_pass_of_long_rows():
     q, k, v = (jnp.asarray(x, jnp.float32) for x in arrays(1, T=128)[:3])
     kept = jax.tree.leaves(jax.vjp(attention, q, k, v)[1])
     assert max(x.size for x in kept) == q.size < 128 * 128
-
-
-SEEN = ((None, None), (3, 0.7))
-
-
-def test_cached_attention_is_that_of_positions_of_the_whole():
-    q, k, v, _ = arrays(5, B=3)
-    positions = np.array([[0, 1], [5, 3], [6, 6]])
-    wholes = [
-        definition(np, q, k, v, causal=True, segments_BT=None, window=window, softcap=softcap)
-        for window, softcap in SEEN
-    ]
-    k, v = (jnp.asarray(x.transpose(0, 2, 1, 3), jnp.float32) for x in (k, v))
-    rows = np.arange(3)[:, None]
-    some = jnp.asarray(q[rows, positions], jnp.float32)
-    for (window, softcap), whole in zip(SEEN, wholes, strict=True):
-        form = {"positions_BC": jnp.asarray(positions), "window": window, "softcap": softcap}
-        out = cached_attention(some, k, v, **form)
-        np.testing.assert_allclose(out, whole[rows, positions], atol=2e-6)
 
 
 def test_the_choice_is_by_backend_dtype_and_width():
