@@ -40,6 +40,7 @@ from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.observe.report import live
 from jaxtrain.run.refusal import refusing
+from jaxtrain.serve import command as serve
 
 DESCRIPTION = (
     "Plans, checks, starts and reports training runs. `jaxtrain --version` prints the version."
@@ -330,6 +331,7 @@ COMMANDS = {
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
+    "serve": Command(serve.ServeOptions, serve.run_serve),
     "watch": Command(live.WatchOptions, live.run_watch),
     "profile": Command(profile.ProfileOptions, profile.run_profile),
     "report": Command(report.ReportOptions, report.run_report),

@@ -9,17 +9,15 @@ from collections.abc import Sequence
 import jax
 
 from experiments import language
-from jaxtrain import hf
-from jaxtrain.data import SubwordTokenizer, encode_prompt, load_template
+from jaxtrain.data import encode_prompt, load_template
 from jaxtrain.host import output, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.run.main import parse
 from jaxtrain.run.refusal import refusing
-from jaxtrain.run.trained import load
+from jaxtrain.serve.opening import open_decoder
 from jaxtrain.sharding.mesh import make_mesh
-from jaxtrain.sharding.rules import param_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"{config.beams} searches for one: leave either out"
                 )
         mesh = make_mesh(**config.mesh.sizes)
-        source, asked = language.open_source(config.run, "decoder"), config.prompt
-        if source.is_run:
-            model, params, tokenizer = load(config.run, config.step, mesh=mesh)
-        else:
-            model, params = source.model, hf.open_weights(source.path)
-            params = hf.load(params, param_shardings(params, mesh, decoder.RULES))
-            tokenizer = SubwordTokenizer.load(source.path)
+        opened, asked = open_decoder(config.run, mesh=mesh, step=config.step), config.prompt
+        model, params, tokenizer, folder = opened
         if config.chat:
             messages = [{"role": "user", "content": asked}]
-            asked = load_template(source.path).render(messages, add_generation_prompt=True)
-        # A pretrained model may have more tokens than its tokenizer, which has no text for those.
-        model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+            asked = load_template(folder).render(messages, add_generation_prompt=True)
         prompt = [tokenizer.eod, *encode_prompt(asked, tokenizer).tolist()]
         written = language.write(
             model,

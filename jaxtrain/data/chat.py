@@ -99,6 +99,13 @@ class ChatTemplate:
         """Returns the text of a conversation, as ``apply_chat_template(tokenize=False)`` does."""
         return _MARKS.sub("", self._marked(messages, add_generation_prompt, more))
 
+    def prompt(self, messages: Messages) -> Conversation:
+        """Returns a conversation up to where the assistant is to speak; what its messages say is
+        text, as training has it. Raises ValueError where the template fails."""
+        _check_texts(messages)
+        marked = self._marked(self._harmless(messages), True, {})
+        return Conversation("the messages", *_read(marked, self.special))
+
     def conversations(
         self,
         name: str,

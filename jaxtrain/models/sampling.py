@@ -99,6 +99,41 @@ def draw(
     )
 
 
+class RowSampling(NamedTuple):
+    """How each row of a server chooses its tokens: arrays [B]."""
+
+    temperature: jax.Array  # 0 takes the most probable token
+    top_k: jax.Array  # int32; the vocabulary's size leaves all
+    top_p: jax.Array  # 1 leaves all
+    seed: jax.Array  # uint32
+
+
+def draw_rows(
+    sampling: RowSampling, logits_BV: jax.Array, positions_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses a token of each row, by the row's own seed and the token's position: who else has a
+    row changes nothing.
+
+    Returns:
+      The tokens, int32 [B], and the log-probabilities of all tokens [B, V] as the model has them,
+      before temperature and truncation.
+    """
+
+    def drawn() -> jax.Array:
+        def row(logits_V, position, temperature, top_k, top_p, seed):
+            logits_V = logits_V / jnp.where(temperature > 0, temperature, 1.0)
+            logits_V = truncate(logits_V, top_k=top_k, top_p=top_p)
+            key = jax.random.fold_in(jax.random.key(seed), position)
+            return jax.random.categorical(key, logits_V)
+
+        drawn_B = jax.vmap(row)(logits_BV, positions_B, *sampling)
+        return jnp.where(sampling.temperature > 0, drawn_B, best_B).astype(jnp.int32)
+
+    best_B = logits_BV.argmax(axis=-1).astype(jnp.int32)
+    tokens_B = jax.lax.cond((sampling.temperature > 0).any(), drawn, lambda: best_B)
+    return tokens_B, jax.nn.log_softmax(logits_BV)
+
+
 def _choose(rng, logits_BV, seen_BV, sampling: Sampling) -> jax.Array:
     if sampling.repetition_penalty is not None:
         logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)

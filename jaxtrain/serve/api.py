@@ -1,0 +1,360 @@
+"""OpenAI's completions and chat completions: requests read, answers written. No network here."""
+
+import codecs
+import dataclasses
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
+from jaxtrain.data.tokenizers import Tokenizer
+from jaxtrain.serve.engine import TOP, Event, Request
+
+# Name: (kind, default, least, most).
+_NUMBERS: dict[str, tuple[type, Any, float, float]] = {
+    "max_tokens": (int, None, 0, math.inf),
+    "max_completion_tokens": (int, None, 0, math.inf),
+    "temperature": (float, 1.0, 0, 100),
+    "top_p": (float, 1.0, 0, 1),
+    "top_k": (int, None, 1, math.inf),
+    "n": (int, 1, 1, 128),
+    "seed": (int, None, -(2**63), 2**64 - 1),
+}
+# What clients send with a value that asks for nothing; another is refused.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "store": (False,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+}
+_COMMON = {"model", "stream", "stream_options", "stop", "user", "metadata"}
+DEFAULT_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request that has been read.
+
+    Args:
+      requests: one of each choice, ``n`` of each prompt.
+      prompts: number of prompts.
+      stops: texts that end a choice; they are not part of it.
+      logprobs: whether they are told.
+      echo: whether a choice begins with its prompt.
+      usage: whether the last event of a stream counts the tokens.
+    """
+
+    requests: tuple[Request, ...]
+    prompts: int
+    chat: bool
+    stops: tuple[str, ...]
+    logprobs: bool
+    echo: bool
+    stream: bool
+    usage: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Reads requests for one model.
+
+    Args:
+      longest: most tokens of a prompt and its answer.
+      ends: tokens that end an answer.
+      template: of chats; None refuses them.
+    """
+
+    tokenizer: Tokenizer
+    longest: int
+    ends: frozenset[int]
+    template: ChatTemplate | None
+
+    def read(self, body: Any, *, chat: bool, seed: int) -> Asked:
+        """Reads a body of JSON.
+
+        Args:
+          seed: of a request that names none.
+
+        Raises:
+          ValueError: what is asked cannot be done, in one sentence.
+        """
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object")
+        body = {name: value for name, value in body.items() if value is not None}
+        own = {"messages", "top_logprobs"} if chat else {"prompt", "echo"}
+        known = _COMMON | own | {"logprobs"} | _NUMBERS.keys() | _NEUTRAL.keys()
+        if unknown := sorted(body.keys() - known):
+            raise ValueError(f"{unknown[0]} is not known here: leave it out")
+        for name, neutral in _NEUTRAL.items():
+            if name in body and body[name] not in neutral:
+                raise ValueError(f"{name} is {body[name]!r}, which is not offered: leave it out")
+        given = {name: _number(body, name) for name in _NUMBERS}
+        logprobs, top = _logprobs(body, chat)
+        echo, stream = _flag(body, "echo"), _flag(body, "stream")
+        options = body.get("stream_options", {})
+        if not isinstance(options, dict) or options.keys() - {"include_usage"}:
+            raise ValueError("stream_options must be an object with include_usage alone")
+        rows = [self._messages(body)] if chat else self._prompts(body)
+        count = given["max_completion_tokens"]
+        count = given["max_tokens"] if count is None else count
+        requests = []
+        for row in rows:
+            room = self.longest - len(row)
+            most = count
+            if most is None:
+                most = max(1, room if chat else min(room, DEFAULT_TOKENS))
+            if most < 1 - echo:
+                raise ValueError(f"max_tokens is {most}: ask for at least one token")
+            if most > room:
+                raise ValueError(
+                    f"the prompt has {len(row)} tokens: with max_tokens={most} that exceeds the "
+                    f"{self.longest} of this server"
+                )
+            for _ in range(given["n"]):
+                number = (seed if given["seed"] is None else given["seed"]) + len(requests)
+                requests.append(
+                    Request(
+                        row,
+                        most,
+                        given["temperature"],
+                        given["top_k"],
+                        given["top_p"],
+                        number % 2**32,
+                        self.ends,
+                        top,
+                    )
+                )
+        usage = _flag(options, "include_usage")
+        return Asked(tuple(requests), len(rows), chat, _stops(body), logprobs, echo, stream, usage)
+
+    def _prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
+        prompt = body.get("prompt", "")
+        is_list = isinstance(prompt, list) and bool(prompt)
+        is_row = isinstance(prompt, str) or (is_list and all(type(x) is int for x in prompt))
+        rows = [prompt] if is_row else prompt
+        if not isinstance(rows, list) or not 1 <= len(rows) <= 1024:
+            raise ValueError("prompt must be a text, a list of tokens, or a list of 1 to 1024 such")
+        return [self._tokens(row) for row in rows]
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            # As in training, where a document's beginning follows the end of another.
+            return [self.tokenizer.eod, *encode_prompt(prompt, self.tokenizer).tolist()]
+        size = self.tokenizer.vocab_size
+        if not isinstance(prompt, list) or not prompt:
+            raise ValueError("prompt must be a text, a list of tokens, or a list of 1 to 1024 such")
+        if not all(type(x) is int and 0 <= x < size for x in prompt):
+            raise ValueError(f"prompt must have whole numbers from 0 to {size - 1} for tokens")
+        return prompt
+
+    def _messages(self, body: Mapping[str, Any]) -> list[int]:
+        if self.template is None:
+            raise ValueError(
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template"
+            )
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("messages must be a list of at least one message")
+        plain = []
+        for each in messages:
+            if not isinstance(each, dict) or not isinstance(each.get("role"), str):
+                raise ValueError("messages must be objects with a role and a content")
+            content = each.get("content")
+            if isinstance(content, list) and all(
+                isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str)
+                for x in content
+            ):
+                content = "".join(x["text"] for x in content)
+            if not isinstance(content, str):
+                raise ValueError("a message's content must be text")
+            plain.append({"role": each["role"], "content": content})
+        ids, _ = next(encode_marked([self.template.prompt(plain)], self.tokenizer))
+        return [self.tokenizer.eod, *ids.tolist()]
+
+
+def _number(body: Mapping[str, Any], name: str) -> Any:
+    kind, default, least, most = _NUMBERS[name]
+    value = body.get(name, default)
+    if value is None:
+        return None
+    kinds = (int, float) if kind is float else (int,)
+    if type(value) not in kinds or not least <= value <= most or (name == "top_p" and value == 0):
+        end = f" to {most:g}" if most < math.inf else ""
+        what = "a number" if kind is float else "a whole number"
+        raise ValueError(f"{name} is {value!r}: give {what} from {least:g}{end}")
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if type(value) is not bool:
+        raise ValueError(f"{name} is {value!r}: give true or false")
+    return value
+
+
+def _logprobs(body: Mapping[str, Any], chat: bool) -> tuple[bool, int]:
+    """Returns whether log-probabilities are asked for, and how many alternatives."""
+    top = body.get("top_logprobs" if chat else "logprobs", 0)
+    if type(top) is not int or not 0 <= top <= TOP:
+        name = "top_logprobs" if chat else "logprobs"
+        raise ValueError(f"{name} is {top!r}: give a whole number from 0 to {TOP}")
+    if not chat:
+        return "logprobs" in body, top
+    wanted = _flag(body, "logprobs")
+    if top and not wanted:
+        raise ValueError("top_logprobs is given without logprobs: set that to true")
+    return wanted, top
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    stops = body.get("stop", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    fits = isinstance(stops, list) and len(stops) <= 16
+    if not fits or not all(isinstance(each, str) and each for each in stops):
+        raise ValueError("stop must be a text, or a list of at most 16, none of them empty")
+    return tuple(stops)
+
+
+class Text:
+    """The text of a choice while it is written: whole characters, and nothing of a stop's
+    beginning until it is clear that it is none.
+
+    >>> text = Text(("END",))
+    >>> text.add(b"caf\\xc3"), text.add(b"\\xa9 E"), text.add(b"NDLESS"), text.stopped
+    ('caf', 'é ', '', True)
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stopped = False
+        self._stops, self._held = stops, ""
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def add(self, piece: bytes, *, last: bool = False) -> str:
+        """Takes the bytes of a token and returns the text that may be told; with ``last``, all."""
+        self._held += self._decode(piece, last)
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            told, self._held = self._held[: min(found)], ""
+            return told
+        keep = 0 if last else max(map(self._begun, self._stops), default=0)
+        told, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
+        return told
+
+    def _begun(self, stop: str) -> int:
+        """How many characters of a stop the text ends with."""
+        sizes = range(min(len(stop) - 1, len(self._held)), 0, -1)
+        return next((n for n in sizes if self._held.endswith(stop[:n])), 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """A token, and the text that it adds."""
+
+    text: str
+    token: int
+    logprob: float | None  # None of a prompt's first token
+    top: tuple[tuple[int, float], ...]
+
+
+class Writer:
+    """Writes the answers of one request."""
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, model: str):
+        kind = "chat.completion" if asked.chat else "text_completion"
+        begin = "chatcmpl-" if asked.chat else "cmpl-"
+        self._asked, self._tokenizer = asked, tokenizer
+        chunk = ".chunk" if asked.chat and asked.stream else ""
+        self._head = {
+            "id": begin + uuid.uuid4().hex,
+            "object": kind + chunk,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def piece(self, event: Event) -> bytes:
+        """The bytes of an event's token; an end has none."""
+        ends = self._asked.requests[0].ends
+        return b"" if event.token in ends else self._tokenizer.token_pieces([event.token])[0]
+
+    def whole(self, choices: Sequence[tuple[str, list[Told], str]], written: int) -> dict[str, Any]:
+        """The answer with all choices, each its text, tokens and why it ended."""
+        made = []
+        for index, (text, told, reason) in enumerate(choices):
+            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            made.append(
+                self._choice(index, said if self._asked.chat else {"text": text}, told, reason)
+            )
+        return self._head | {"choices": made, "usage": self._usage(written)}
+
+    def begin(self, index: int) -> dict[str, Any]:
+        """The first event of a choice of a chat."""
+        return self._event(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
+
+    def part(self, index: int, text: str, told: list[Told], reason: str | None) -> dict[str, Any]:
+        """An event of a stream."""
+        said = {"delta": {"content": text} if text else {}} if self._asked.chat else {"text": text}
+        return self._event(index, said, told, reason)
+
+    def end(self, written: int) -> dict[str, Any]:
+        """The event of a stream that counts its tokens."""
+        return self._head | {"choices": [], "usage": self._usage(written)}
+
+    def _event(self, index, said, told, reason) -> dict[str, Any]:
+        return self._head | {"choices": [self._choice(index, said, told, reason)]}
+
+    def _choice(self, index, said, told, reason) -> dict[str, Any]:
+        logprobs = self._logprobs(told) if self._asked.logprobs else None
+        return {"index": index, "finish_reason": reason, "logprobs": logprobs} | said
+
+    def _usage(self, written: int) -> dict[str, int]:
+        each = len(self._asked.requests) // self._asked.prompts
+        read = sum(len(request.prompt) for request in self._asked.requests[::each])
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+        }
+
+    def _logprobs(self, told: Sequence[Told]) -> dict[str, Any]:
+        if self._asked.chat:
+            return {"content": [self._chat_logprob(x) for x in told], "refusal": None}
+        starts = np.cumsum([0, *(len(x.text) for x in told)])[:-1]
+        return {
+            "tokens": [self._name(x.token) for x in told],
+            "token_logprobs": [x.logprob for x in told],
+            "top_logprobs": [
+                {self._name(token): value for token, value in x.top} if x.top else None
+                for x in told
+            ],
+            "text_offset": starts.tolist(),
+        }
+
+    def _chat_logprob(self, x: Told) -> dict[str, Any]:
+        def one(token: int, value: float | None) -> dict[str, Any]:
+            piece = self._tokenizer.token_pieces([token])[0]
+            return {"token": self._name(token), "logprob": value, "bytes": list(piece)}
+
+        top = [one(token, value) for token, value in x.top]
+        return one(x.token, x.logprob) | {"top_logprobs": top}
+
+    def _name(self, token: int) -> str:
+        """A name of its own for every token: its text, or its bytes, or its number."""
+        piece = self._tokenizer.token_pieces([token])[0]
+        try:
+            return piece.decode() or f"<{token}>"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)

@@ -1,0 +1,144 @@
+"""``jaxtrain serve``: OpenAI's API for a trained decoder."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import socket
+import sys
+
+import jax
+import tyro
+
+from jaxtrain.data.chat import ChatTemplate, load_template
+from jaxtrain.data.tokenizers import Tokenizer
+from jaxtrain.host import extras
+from jaxtrain.host.least import check_least
+from jaxtrain.run import trained
+from jaxtrain.run.main import simulate_devices
+from jaxtrain.serve.api import Reader
+from jaxtrain.serve.engine import Engine
+from jaxtrain.serve.opening import open_decoder
+from jaxtrain.serve.server import Limits, make_app
+from jaxtrain.sharding.mesh import make_mesh
+
+KEY = "JAXTRAIN_API_KEY"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """Serves a trained decoder over OpenAI's API: completions, chat completions, models.
+
+    Many requests share two compiled programs, and the tokens of a request do not depend on who else
+    is served. With JAXTRAIN_API_KEY in the environment clients must give that key. SIGTERM lets
+    open requests end.
+    """
+
+    model: tyro.conf.Positional[str]
+    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
+    step: int | None = None
+    """Which checkpoint of a run; left out, the best one."""
+    name: str | None = None
+    """The model's name in the API; left out, that of its folder."""
+    chat_template: str | None = None
+    """A chat template: chatml, plain, a file or a folder; left out, the model's own."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every network of this machine."""
+    port: int = 8000
+    """Port to listen on; 0 is a free one."""
+    slots: int = 16
+    """Answers that are written at once, at least 2."""
+    readers: int = 4
+    """Prompts that are read at once, at least 2."""
+    chunk: int = 64
+    """Tokens of a prompt that are read at once, a multiple of --page."""
+    page: int = 64
+    """Positions of a page of the cache; pages are shared by prompts that begin alike."""
+    longest: int | None = None
+    """Most tokens of a prompt and its answer; left out, as many as the model was trained with."""
+    pages: int | None = None
+    """Pages of the cache; left out, as many as all slots can fill."""
+    max_requests: int = 256
+    """Requests that are taken at once; others receive status 429."""
+    max_seconds: float = 600.0
+    """Time limit of a request in seconds."""
+    drain_seconds: int = 30
+    """Seconds that open requests have to end in after SIGTERM."""
+    tensor: int = 1
+    """Devices that heads, MLP width and vocabulary are split over."""
+    simulate_devices: int = 0
+    """Serve on this many simulated CPU devices; 0 on the real ones."""
+
+
+def run_serve(options: ServeOptions, rest: list[str]) -> int:
+    """Serves until a signal ends it."""
+    del rest
+    check_least(options, port=0, max_requests=1, drain_seconds=0, tensor=1)
+    if options.port >= 2**16:
+        raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
+    if not options.max_seconds > 0:
+        raise ValueError(f"--max-seconds is {options.max_seconds}: give more than 0 seconds")
+    uvicorn = extras.load("a server needs uvicorn", "serve", "uvicorn")
+    extras.load("a server needs starlette", "serve", "starlette")
+    if options.simulate_devices:
+        simulate_devices(options.simulate_devices)
+    if options.tensor > len(jax.devices()):
+        raise ValueError(f"--tensor is {options.tensor}: {len(jax.devices())} devices are here")
+    mesh = make_mesh(tensor=options.tensor, devices=jax.devices()[: options.tensor])
+    opened = open_decoder(options.model, mesh=mesh, step=options.step)
+    engine = Engine(
+        opened.model,
+        opened.params,
+        slots=options.slots,
+        readers=options.readers,
+        chunk=options.chunk,
+        page=options.page,
+        longest=options.longest,
+        pages=options.pages,
+        mesh=mesh,
+    )
+    reader = Reader(
+        opened.tokenizer,
+        engine.longest,
+        ends_of(opened.folder, opened.tokenizer),
+        template_of(options.chat_template, opened.folder, opened.tokenizer),
+    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    engine.warm_up()
+    name = options.name or os.path.basename(os.path.abspath(opened.folder))
+    limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
+    app = make_app(engine, reader, model=name, limits=limits, key=os.environ.get(KEY) or None)
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=options.drain_seconds,
+        timeout_keep_alive=30,
+    )
+    with socket.create_server((options.host, options.port)) as listening:
+        host, port = listening.getsockname()[:2]
+        print(f"{name} is served on http://{host}:{port}/v1  (Ctrl-C ends it)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listening])
+    return 0
+
+
+def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:
+    """Returns the tokens that end an answer: the end of a document, and those that the generation
+    config of a run or a model names."""
+    config = json.loads(trained.beside(folder).get(trained.GENERATION, "{}"))
+    named = config.get("eos_token_id") if isinstance(config, dict) else None
+    named = named if isinstance(named, list) else [named]
+    return frozenset([tokenizer.eod, *(x for x in named if type(x) is int)])
+
+
+def template_of(name: str | None, folder: str, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Returns the chat template that is asked for, or the model's own; None where it has none."""
+    try:
+        template = load_template(name or folder)
+    except FileNotFoundError:
+        if name is not None:
+            raise
+        return None
+    return dataclasses.replace(template, special=tokenizer.special_pattern)

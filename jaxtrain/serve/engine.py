@@ -1,0 +1,377 @@
+"""The engine of a server: requests of any length share two programs of fixed shapes.
+
+One program reads chunks of prompts, of several requests at once, and one writes a token of each
+slot. A request takes a free slot and the pages of its whole answer, so that none is set aside; it
+joins at the next step, and nothing is compiled after the start. There are no threads and no network
+here: :meth:`Engine.step` is called by whoever drives it.
+
+**Same prompt, same bits.** The tokens and log-probabilities of a request do not depend on who
+shares a batch, on its slot, its pages, or on a beginning that another has read. That holds for one
+configuration of the engine (slots, readers, chunk, page, dtype, mesh, machine), by four rules: two
+programs, neither of one row alone; chunks begin at multiples of their size; the softmax of a row is
+summed over pages in the row's order; a row draws by its own seed and position.
+
+Shapes: B rows, C tokens of a chunk, P pages of a row, V vocabulary.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.models import decoder as decoders
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoding import CausalDecoder, Decoder, Pages
+from jaxtrain.models.sampling import RowSampling, draw_rows
+from jaxtrain.ops.per_device import split_over
+from jaxtrain.serve.pages import PagePool, digests_of
+
+# Most alternatives that an event names.
+TOP = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked: to continue ``prompt``, at least one token, by ``max_tokens`` or until one of
+    ``ends`` is written."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    ends: frozenset[int] = frozenset()
+    top_logprobs: int = 0
+
+
+class Event(NamedTuple):
+    """A token that a request has received.
+
+    Args:
+      number: of the request, as :meth:`Engine.submit` gave it.
+      logprob: of the token, before temperature and truncation.
+      top: the most probable tokens and their log-probabilities, as many as were asked for.
+      reason: "stop" or "length" with the last token, None before.
+    """
+
+    number: int
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    reason: str | None
+
+
+@dataclasses.dataclass
+class _Row:
+    number: int
+    request: Request
+    pages: list[int]
+    digests: list[bytes]
+    read: int  # tokens of the prompt that are in pages
+    written: int = 0
+
+
+class _Drawn(NamedTuple):
+    tokens_B: jax.Array
+    logprobs_B: jax.Array
+    top_tokens: jax.Array  # [B, TOP]
+    top_logprobs: jax.Array
+
+
+class Engine:
+    """Continues many prompts at once.
+
+    Args:
+      model, params: the model; it computes in the dtype of ``params``.
+      slots: requests that are answered at once, at least 2.
+      readers: prompts that are read at once, at least 2.
+      chunk: tokens of a prompt that are read at once, a multiple of ``page``.
+      page: positions of a page.
+      longest: most tokens of a prompt and its answer; left out, the model's ``seq_len``.
+      pages: number of pages; left out, as many as all slots can fill. What slots leave unused keeps
+        beginnings of prompts.
+      mesh: on which ``params`` lie, split over ``tensor``; None for one device.
+
+    Raises:
+      ValueError: for sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        params: Any,
+        *,
+        slots: int = 16,
+        readers: int = 4,
+        chunk: int = 64,
+        page: int = 64,
+        longest: int | None = None,
+        pages: int | None = None,
+        mesh: Mesh | None = None,
+    ):
+        longest = longest or model.seq_len
+        for name, value in (("slots", slots), ("readers", readers)):
+            if value < 2:
+                raise ValueError(
+                    f"{name} is {value}: a row alone is computed in another order; give 2 or more"
+                )
+        if chunk < 1 or chunk % page:
+            raise ValueError(f"chunk is {chunk}: it must be a multiple of page, which is {page}")
+        if model.positions == "learned" and longest > model.seq_len:
+            raise ValueError(
+                f"longest is {longest}: the model has {model.seq_len} learned positions"
+            )
+        self.model, self.longest, self.chunk, self.page = model, longest, chunk, page
+        self.most = -(-longest // page)  # pages of a row
+        pages = pages or 1 + slots * self.most
+        if pages <= self.most:
+            raise ValueError(
+                f"pages is {pages}: a request of {longest} tokens takes {self.most}, and one more "
+                "is for padding"
+            )
+        self.pool = PagePool(pages, chunk // page)
+        self.rows: list[_Row | None] = [None] * slots
+        self.waiting: deque[_Row] = deque()
+        self._numbers, self._readers, self._params = 0, readers, params
+        self._mesh = contextlib.nullcontext() if mesh is None else mesh
+        self._table = np.zeros((slots, self.most), np.int32)
+        self._sampling = RowSampling(
+            np.zeros(slots, np.float32),
+            np.full(slots, model.vocab_size, np.int32),
+            np.ones(slots, np.float32),
+            np.zeros(slots, np.uint32),
+        )
+        self._last = np.zeros(slots, np.int32)
+        dtype = jax.tree.leaves(params)[0].dtype
+        with self._on_mesh():
+            heads = _key_heads(model)
+            shape = (model.layers, pages, heads, page, model.block.head_dim)
+            split = None
+            if mesh is not None:
+                parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
+                split = NamedSharding(mesh, parts)
+            self._k, self._v = (jnp.zeros(shape, dtype, device=split) for _ in range(2))
+        self._run = jax.jit(
+            functools.partial(_advance, CausalDecoder(model)), donate_argnums=(1, 2)
+        )
+        self._score = jax.jit(functools.partial(_scored, model))
+
+    def _on_mesh(self) -> Any:
+        mesh = self._mesh
+        return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else mesh
+
+    @property
+    def programs(self) -> int:
+        """Number of programs that have been compiled."""
+        return self._run._cache_size()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered or waits."""
+        return bool(self.waiting) or any(row is not None for row in self.rows)
+
+    def warm_up(self) -> None:
+        """Compiles both programs, so that the first request waits for neither."""
+        self.submit(Request([0], min(2, self.longest - 1)))
+        while self.is_busy:
+            self.step()
+
+    def submit(self, request: Request) -> int:
+        """Queues a request and returns its number; raises ValueError for one that cannot be
+        answered."""
+        tokens = np.asarray(request.prompt)
+        if not tokens.size:
+            raise ValueError("the prompt is empty: give at least one token")
+        if request.max_tokens < 1:
+            raise ValueError(f"max_tokens is {request.max_tokens}: ask for at least one token")
+        if tokens.min() < 0 or tokens.max() >= self.model.vocab_size:
+            raise ValueError(
+                f"the prompt has tokens from {tokens.min()} to {tokens.max()}: the vocabulary has "
+                f"{self.model.vocab_size}"
+            )
+        if tokens.size + request.max_tokens > self.longest:
+            raise ValueError(
+                f"the prompt has {tokens.size} tokens: with max_tokens={request.max_tokens} that "
+                f"exceeds the {self.longest} of this server"
+            )
+        self._numbers += 1
+        digests = digests_of(request.prompt, self.chunk)
+        self.waiting.append(_Row(self._numbers, request, [], digests, 0))
+        return self._numbers
+
+    def cancel(self, number: int) -> None:
+        """Frees what a request holds; nothing where it has ended."""
+        self.waiting = deque(row for row in self.waiting if row.number != number)
+        for slot, row in enumerate(self.rows):
+            if row is not None and row.number == number:
+                self._leave(slot)
+
+    def step(self) -> list[Event]:
+        """Reads a chunk of waiting prompts, writes a token of every other request, and returns
+        what was written."""
+        self._admit()
+        reading = [
+            s for s, row in enumerate(self.rows) if row and row.read < len(row.request.prompt)
+        ]
+        reading = sorted(reading, key=lambda slot: self.rows[slot].number)[: self._readers]
+        writing = [s for s, row in enumerate(self.rows) if row and row.written]
+        # Both are under way before either is waited for.
+        read = self._read(reading) if reading else None
+        wrote = self._write(writing) if writing else None
+        events = []
+        if read is not None:
+            drawn = jax.device_get(read)
+            for index, slot in enumerate(reading):
+                if (row := self.rows[slot]).read == len(row.request.prompt):
+                    events.append(self._receive(slot, drawn, index))
+        if wrote is not None:
+            drawn = jax.device_get(wrote)
+            events.extend(self._receive(slot, drawn, slot) for slot in writing)
+        return events
+
+    def score(
+        self, tokens: Sequence[int], top: int = 0
+    ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+        """Returns the log-probability of every token but the first, and so many alternatives, by
+        the forward pass of training: of a row padded to a power of two."""
+        size = 1 << (len(tokens) - 1).bit_length()
+        row = np.zeros((2, max(size, 2)), np.int32)  # Never a row alone.
+        row[0, : len(tokens)] = tokens
+        with self._on_mesh():
+            logprobs, ids, values = jax.device_get(self._score(self._params, row))
+        found = []
+        for at in range(len(tokens) - 1):
+            best = zip(ids[at, :top].tolist(), values[at, :top].tolist(), strict=True)
+            found.append((float(logprobs[at]), tuple(best)))
+        return found
+
+    def _admit(self) -> None:
+        """Gives waiting requests free slots, in their order."""
+        for slot, taken in enumerate(self.rows):
+            if taken is not None or not self.waiting:
+                continue
+            row = self.waiting[0]
+            request = row.request
+            # At least one token is read: its logits are the first that count.
+            shared = self.pool.beginning(row.digests[: (len(request.prompt) - 1) // self.chunk])
+            need = -(-(len(request.prompt) + request.max_tokens) // self.page)
+            pages = self.pool.take(shared, need - len(shared))
+            if pages is None:
+                return
+            self.waiting.popleft()
+            row.pages, row.read = pages, len(shared) * self.page
+            self.rows[slot] = row
+            self._table[slot] = 0
+            self._table[slot, : len(pages)] = pages
+            top_k = min(request.top_k or self.model.vocab_size, self.model.vocab_size)
+            chosen = request.temperature, top_k, request.top_p, request.seed % 2**32
+            for array, value in zip(self._sampling, chosen, strict=True):
+                array[slot] = value
+
+    def _read(self, slots: Sequence[int]) -> _Drawn:
+        B, C = self._readers, self.chunk
+        tokens_BC = np.zeros((B, C), np.int32)
+        start_B, count_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
+        for index, slot in enumerate(slots):
+            row = self.rows[slot]
+            part = row.request.prompt[row.read : row.read + C]
+            tokens_BC[index, : len(part)] = part
+            start_B[index], count_B[index] = row.read, len(part)
+            if len(part) == C:
+                first = row.read // self.page
+                pages = row.pages[first : first + self.pool.per_chunk]
+                self.pool.know(row.digests[row.read // C], pages)
+            row.read += len(part)
+        own = np.zeros(B, np.int32)
+        own[: len(slots)] = slots
+        table = np.where(np.arange(B)[:, None] < len(slots), self._table[own], 0)
+        want = any(self.rows[slot].request.top_logprobs for slot in slots)
+        sampling = RowSampling(*(x[own] for x in self._sampling))
+        return self._call(table, tokens_BC, start_B, count_B, sampling, want)
+
+    def _write(self, slots: Sequence[int]) -> _Drawn:
+        B = len(self.rows)
+        start_B, count_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
+        for slot in slots:
+            row = self.rows[slot]
+            start_B[slot], count_B[slot] = len(row.request.prompt) + row.written - 1, 1
+        table = np.where(count_B[:, None] > 0, self._table, 0)
+        want = any(self.rows[slot].request.top_logprobs for slot in slots)
+        return self._call(table, self._last[:, None], start_B, count_B, self._sampling, want)
+
+    def _call(self, table, tokens_BC, start_B, count_B, sampling, want) -> _Drawn:
+        # Copies: what is handed over is read while the host goes on.
+        given = jax.tree.map(np.array, (table, tokens_BC, start_B, count_B, sampling, want))
+        with self._on_mesh():
+            self._k, self._v, drawn = self._run(self._params, self._k, self._v, *given)
+        return drawn
+
+    def _receive(self, slot: int, drawn: _Drawn, index: int) -> Event:
+        row = self.rows[slot]
+        request, token = row.request, int(drawn.tokens_B[index])
+        row.written += 1
+        self._last[slot] = token
+        reason = "length" if row.written == request.max_tokens else None
+        reason = "stop" if token in request.ends else reason
+        n = request.top_logprobs
+        top = drawn.top_tokens[index, :n].tolist(), drawn.top_logprobs[index, :n].tolist()
+        if reason:
+            self._leave(slot)
+        return Event(
+            row.number, token, float(drawn.logprobs_B[index]), tuple(zip(*top, strict=True)), reason
+        )
+
+    def _leave(self, slot: int) -> None:
+        self.pool.give_back(self.rows[slot].pages)
+        self.rows[slot] = None
+
+
+def _key_heads(model: DecoderConfig) -> int:
+    """Key heads of a page, as :func:`jaxtrain.models.decoding.pin_cache` has them on a mesh."""
+    parts = split_over("heads")[1]
+    heads = model.block.kv_heads
+    return int(np.lcm(heads, parts)) if model.heads % parts == 0 else heads
+
+
+def _advance(
+    decoder: Decoder,
+    params: Mapping[str, Any],
+    k: jax.Array,
+    v: jax.Array,
+    table: jax.Array,
+    tokens_BC: jax.Array,
+    start_B: jax.Array,
+    count_B: jax.Array,
+    sampling: RowSampling,
+    want: jax.Array,
+) -> tuple[jax.Array, jax.Array, _Drawn]:
+    """Reads a chunk of each row, and draws the token that follows it."""
+    logits_BV, pages = decoder.extend(params, Pages(k, v, table), tokens_BC, start_B, count_B)
+    tokens_B, logprobs_BV = draw_rows(sampling, logits_BV, start_B + count_B)
+    top = min(TOP, logits_BV.shape[1])
+    B = len(tokens_B)
+    nothing = jnp.zeros((B, top), logprobs_BV.dtype), jnp.zeros((B, top), jnp.int32)
+    values, ids = jax.lax.cond(
+        want, lambda: tuple(jax.lax.top_k(logprobs_BV, top)), lambda: nothing
+    )
+    own_B = jnp.take_along_axis(logprobs_BV, tokens_B[:, None], axis=1)[:, 0]
+    return pages.k, pages.v, _Drawn(tokens_B, own_B, ids, values)
+
+
+def _scored(
+    model: DecoderConfig, params: Mapping[str, Any], tokens_BT: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probabilities [T - 1] of the first row's tokens, and the most probable ones."""
+    logits_TV = decoders.logits(model, params, tokens_BT)[0, :-1]
+    logprobs_TV = jax.nn.log_softmax(logits_TV.astype(jnp.float32))
+    own_T = jnp.take_along_axis(logprobs_TV, tokens_BT[0, 1:, None], axis=1)[:, 0]
+    values, ids = jax.lax.top_k(logprobs_TV, min(TOP, logprobs_TV.shape[1]))
+    return own_T, ids, values

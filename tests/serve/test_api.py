@@ -1,0 +1,137 @@
+"""Requests read and answers written, without a network."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.data import ByteTokenizer
+from jaxtrain.data.chat import TEMPLATES, ChatTemplate
+from jaxtrain.serve.api import Reader, Text, Told, Writer
+from jaxtrain.serve.engine import Event
+
+TOKENIZER = ByteTokenizer()
+READER = Reader(TOKENIZER, 64, frozenset([TOKENIZER.eod]), ChatTemplate(TEMPLATES["plain"]))
+
+
+def read(body, *, chat=False, reader=READER):
+    return reader.read(body, chat=chat, seed=7)
+
+
+def test_prompts_are_texts_and_tokens_one_or_many():
+    eod = TOKENIZER.eod
+    for prompt, rows in (
+        ("ab", [[eod, 97, 98]]),
+        ([97, 98], [[97, 98]]),
+        (["a", "b"], [[eod, 97], [eod, 98]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+        ("", [[eod]]),
+    ):
+        asked = read({"prompt": prompt, "n": 2, "seed": 5})
+        assert [list(x.prompt) for x in asked.requests] == [row for row in rows for _ in (0, 1)]
+        assert [x.seed for x in asked.requests] == [5 + i for i in range(2 * len(rows))]
+    assert read({"prompt": "a"}).requests[0].max_tokens == 16
+    assert read({"prompt": "a" * 60}).requests[0].max_tokens == 3
+
+
+def test_a_chat_ends_where_the_assistant_is_to_speak():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "1 + 1 = "}]}]
+    (request,) = read({"messages": messages, "max_completion_tokens": 4}, chat=True).requests
+    assert TOKENIZER.decode(request.prompt) == "1 + 1 = "
+    assert request.max_tokens == 4
+    with pytest.raises(ValueError, match="no chat template"):
+        read({"messages": messages}, chat=True, reader=Reader(TOKENIZER, 64, frozenset(), None))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ([], "JSON object"),
+        ({"prompt": "a", "min_p": 0.1}, "min_p is not known here"),
+        ({"prompt": "a", "frequency_penalty": 1.0}, "frequency_penalty is 1.0"),
+        ({"prompt": "a", "temperature": -1}, "temperature is -1"),
+        ({"prompt": "a", "temperature": True}, "temperature is True"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
+        ({"prompt": "a", "top_p": 0}, "top_p is 0"),
+        ({"prompt": "a", "n": 1.5}, "whole number"),
+        ({"prompt": "a", "max_tokens": 0}, "at least one token"),
+        ({"prompt": "a", "max_tokens": 63}, "exceeds the 64"),
+        ({"prompt": "a" * 99}, "exceeds the 64"),
+        ({"prompt": [257]}, "0 to 256"),
+        ({"prompt": [[]]}, "prompt must be"),
+        ({"prompt": []}, "prompt must be"),
+        ({"prompt": {"a": 1}}, "prompt must be"),
+        ({"prompt": "a", "stop": [""]}, "stop must be"),
+        ({"prompt": "a", "stream": 1}, "stream is 1"),
+        ({"prompt": "a", "logprobs": 21}, "0 to 20"),
+        ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_sentence(body, said):
+    with pytest.raises(ValueError, match=said) as error:
+        read(body)
+    assert "\n" not in str(error.value)
+
+
+NAMES = ["prompt", "messages", "max_tokens", "temperature", "stop", "n", "logprobs", "echo", "x"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats() | st.text(max_size=3),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(NAMES), x, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, JSON)), st.booleans())
+def test_any_json_is_read_or_refused(body, chat):
+    try:
+        asked = read(body, chat=chat)
+    except ValueError:
+        return
+    for request in asked.requests:
+        assert 1 - asked.echo <= request.max_tokens <= 64 - len(request.prompt)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("abcé€😀", max_size=12), st.lists(st.text("abcé", min_size=1, max_size=3)), st.data()
+)
+def test_a_text_that_is_cut_anywhere_is_told_once_and_ends_before_a_stop(text, stops, data):
+    raw = text.encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=6)))
+    parts = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    held, told = Text(stops), ""
+    for i, part in enumerate(parts):
+        told += held.add(part, last=i == len(parts) - 1)
+        if held.stopped:
+            break
+    # The stop that is whole first ends it; of several that end together, the longest.
+    ends = [text[:n] for n in range(len(text) + 1)]
+    whole = next((x for x in ends if any(x.endswith(stop) for stop in stops)), None)
+    assert held.stopped == (whole is not None)
+    if whole is None:
+        assert told == text
+    else:
+        assert any(text.startswith(told + stop) for stop in stops)
+        assert len(told) <= len(whole)
+
+
+def test_the_answers_are_openai_s():
+    asked = read({"prompt": "a", "logprobs": 1, "n": 2})
+    writer = Writer(asked, TOKENIZER, "m")
+    told = [Told("b", 98, -0.5, ((98, -0.5),)), Told("", 195, -1.0, ((98, -0.2),))]
+    answer = json.loads(json.dumps(writer.whole([("b", told, "length"), ("", [], "stop")], 2)))
+    assert answer["object"] == "text_completion"
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
+    assert [x["finish_reason"] for x in answer["choices"]] == ["length", "stop"]
+    assert answer["choices"][0]["logprobs"] == {
+        "tokens": ["b", "bytes:\\xc3"],
+        "token_logprobs": [-0.5, -1.0],
+        "top_logprobs": [{"b": -0.5}, {"b": -0.2}],
+        "text_offset": [0, 1],
+    }
+    assert writer.piece(Event(0, TOKENIZER.eod, 0.0, (), "stop")) == b""
+    assert writer.piece(Event(0, 195, 0.0, (), None)) == b"\xc3"
+    assert np.isfinite(answer["created"])

@@ -1,0 +1,240 @@
+"""The engine against generation, and against itself in other company."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.models import decoder
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.generate import generate
+from jaxtrain.serve.engine import Engine, Request
+from jaxtrain.serve.pages import PagePool, digests_of
+from jaxtrain.sharding.rules import as_rules, param_shardings
+
+FORMS = {
+    "gpt2": {},
+    "llama": {
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "bias": False,
+        "kv_heads": 2,
+    },
+    "windows": {"positions": "rope", "window": 5, "window_pattern": (True, False)},
+}
+SIZES = {"slots": 4, "readers": 2, "chunk": 8, "page": 4, "longest": 40}
+
+
+@functools.cache
+def model_of(form="gpt2", dtype=jnp.float32):
+    config = DecoderConfig(vocab_size=31, seq_len=64, layers=2, width=16, heads=4, **FORMS[form])
+    params = decoder.init(config, jax.random.key(0))
+    # Larger than at the start: logits differ, and the most probable token is no tie.
+    return config, jax.tree.map(lambda x: (3 * x).astype(dtype), params)
+
+
+def prompts(seed, *lengths):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 31, length).tolist() for length in lengths]
+
+
+def answers(engine, requests, *, cancel=()):
+    """Returns tokens and the bits of log-probabilities by request; some are cancelled early."""
+    numbers = [engine.submit(request) for request in requests]
+    found = {number: [] for number in numbers}
+    steps = 0
+    while engine.is_busy:
+        for event in engine.step():
+            found[event.number].append(event)
+        steps += 1
+        if steps == 2:
+            for index in cancel:
+                engine.cancel(numbers[index])
+    return [
+        ([e.token for e in found[n]], np.float32([e.logprob for e in found[n]]).tobytes())
+        for n in numbers
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_are_those_of_generation(form):
+    config, params = model_of(form)
+    asked = prompts(0, 1, 7, 8, 9, 20, 16)
+    engine = Engine(config, params, **SIZES)
+    found = answers(engine, [Request(prompt, 12, temperature=0) for prompt in asked])
+    rows = [prompt + [0] * (20 - len(prompt)) for prompt in asked]
+    lengths = [len(prompt) for prompt in asked]
+    given = {"prompt_lengths": lengths, "max_new_tokens": 12, "temperature": 0}
+    expected = generate(config, params, rows, **given)
+    assert [tokens for tokens, _ in found] == expected.tolist()
+    assert engine.programs == 2
+    assert engine.pool.free == 4 * 10  # nothing leaks
+
+
+def own_requests():
+    beginning = prompts(7, 16)[0]
+    asked = [*prompts(1, 1, 5, 8, 17), beginning, [*beginning, 3, 4]]
+    return [
+        Request(prompt, 9, temperature=0.9 * (i % 2), top_k=9, top_p=0.9, seed=i, top_logprobs=i)
+        for i, prompt in enumerate(asked)
+    ]
+
+
+def check_company(trials, form="llama", dtype=jnp.float32, **sizes):
+    config, params = model_of(form, dtype)
+    engine = Engine(config, params, **SIZES | sizes)
+    alone = [answers(engine, [request])[0] for request in own_requests()]
+    assert len({tokens[0] for tokens, _ in alone}) > 1
+    rng = np.random.default_rng(0)
+    for trial in range(trials):
+        others = [
+            Request(prompt, int(rng.integers(1, 12)), temperature=1.0, seed=trial)
+            for prompt in prompts(trial, *rng.integers(1, 28, 5))
+        ]
+        everyone = own_requests() + others
+        order = rng.permutation(len(everyone))
+        gone = [i for i, who in enumerate(order) if who >= len(alone) and rng.random() < 0.5]
+        found = answers(engine, [everyone[i] for i in order], cancel=gone)
+        for place, who in enumerate(order):
+            if who < len(alone):
+                assert found[place] == alone[who]
+        rng.shuffle(engine.pool._free)
+    assert engine.programs == 2
+
+
+def test_company_changes_no_bit():
+    check_company(6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("sizes", [{}, {"slots": 7, "readers": 3, "pages": 14}, {"page": 8}])
+def test_no_company_of_hundreds_changes_a_bit(form, dtype, sizes):
+    check_company(56, form, dtype, **sizes)
+
+
+def test_a_beginning_that_was_read_is_not_read_again():
+    config, params = model_of()
+    engine = Engine(config, params, **SIZES)
+    (prompt,) = prompts(3, 30)
+    calls = []
+    run = engine._run
+    engine._run = lambda *given: (calls.append(given[4].shape), run(*given))[1]
+    first = answers(engine, [Request(prompt, 2, temperature=0)])
+    reads = calls.count((2, 8))
+    second = answers(engine, [Request(prompt, 2, temperature=0)])
+    assert (reads, calls.count((2, 8))) == (4, 5)
+    assert first == second
+
+
+def test_requests_wait_for_pages_and_end_at_a_token():
+    config, params = model_of()
+    engine = Engine(config, params, **SIZES | {"pages": 11})  # one row of 40 tokens
+    (prompt,) = prompts(4, 30)
+    (whole, _), *_ = answers(engine, [Request(prompt, 10, temperature=0)] * 3)
+    ended, _ = answers(engine, [Request(prompt, 10, temperature=0, ends=frozenset(whole[3:4]))])[0]
+    assert ended == whole[: whole.index(whole[3]) + 1]
+    engine.submit(Request(prompt, 10))
+    engine.submit(Request(prompt, 10))
+    engine.step()
+    assert [row is not None for row in engine.rows] == [True, False, False, False]
+    assert len(engine.waiting) == 1
+
+
+def test_log_probabilities_are_the_model_s():
+    config, params = model_of("llama")
+    (prompt,) = prompts(5, 11)
+    engine = Engine(config, params, **SIZES)
+    engine.submit(Request(prompt, 6, temperature=0.7, seed=3, top_logprobs=4))
+    events = []
+    while engine.is_busy:
+        events += engine.step()
+    row = np.array(prompt + [event.token for event in events])[None]
+    logp = jax.nn.log_softmax(decoder.logits(config, params, row))[0, len(prompt) - 1 :]
+    logp = np.asarray(logp)
+    for n, event in enumerate(events):
+        assert event.logprob == pytest.approx(logp[n, event.token], abs=1e-5)
+        best = np.argsort(-logp[n])[:4]
+        assert [token for token, _ in event.top] == best.tolist()
+        np.testing.assert_allclose([x for _, x in event.top], logp[n, best], atol=1e-5)
+    scored = engine.score(row[0].tolist(), top=1)
+    assert len(scored) == row.size - 1
+    for (logprob, _), event in zip(scored[len(prompt) - 1 :], events, strict=True):
+        assert logprob == pytest.approx(event.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("form", ["gpt2", "llama"])
+def test_a_mesh_writes_the_same_tokens(form):
+    config, params = model_of(form)
+    mesh = jt.make_mesh(tensor=4, devices=jax.devices()[:4])
+    placed = jax.device_put(params, param_shardings(params, mesh, as_rules(decoder.RULES)))
+    asked = [Request(prompt, 8, temperature=0) for prompt in prompts(6, 3, 19, 8)]
+    found = answers(Engine(config, placed, **SIZES, mesh=mesh), asked)
+    expected = answers(Engine(config, params, **SIZES), asked)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"slots": 1}, "slots is 1"),
+        ({"chunk": 6}, "chunk is 6"),
+        ({"longest": 65}, "64 learned positions"),
+        ({"pages": 10}, "pages is 10"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        Engine(*model_of(), **SIZES | given)
+
+
+def test_requests_that_cannot_be_answered_are_refused():
+    engine = Engine(*model_of(), **SIZES)
+    good = Request([1, 2], 3)
+    for change, said in (
+        ({"prompt": []}, "empty"),
+        ({"prompt": [31]}, "vocabulary has 31"),
+        ({"max_tokens": 0}, "at least one"),
+        ({"max_tokens": 39}, "exceeds the 40"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine.submit(dataclasses.replace(good, **change))
+    assert not engine.is_busy
+
+
+def test_no_page_is_lost_or_given_twice():
+    """Random requests and ends; what is shared has one content."""
+    rng = np.random.default_rng(0)
+    pool, held = PagePool(40, 2), []
+    contents = {}
+    for _ in range(2000):
+        if held and rng.random() < 0.5:
+            pool.give_back(held.pop(rng.integers(len(held))))
+        prompt = [int(rng.integers(2))] * int(rng.integers(1, 14))
+        digests = digests_of(prompt, 4)
+        shared = pool.beginning(digests[: (len(prompt) - 1) // 4])
+        for i in range(len(shared) // 2):
+            assert contents[shared[2 * i]] == digests[i]
+        need = int(rng.integers(len(shared) + 1, 12))
+        before = pool.free
+        pages = pool.take(shared, need - len(shared))
+        if pages is None:
+            assert pool.free == before
+            continue
+        used = [page for pages in held for page in pages]
+        assert 0 not in pages
+        assert not set(pages[len(shared) :]) & set(used)
+        for i in range(min(len(digests), len(pages) // 2)):
+            pool.know(digests[i], pages[2 * i : 2 * i + 2])
+            if i >= len(shared) // 2:
+                contents[pages[2 * i]] = digests[i]
+        held.append(pages)
+    while held:
+        pool.give_back(held.pop())
+    assert pool.free == 39

@@ -1,0 +1,192 @@
+"""The HTTP server, over a socket."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+
+import pytest
+
+from jaxtrain.serve.engine import Engine
+from jaxtrain.serve.server import Limits
+from tests.serve.conftest import serving
+from tests.waiting import eventually
+
+ASKED = {"prompt": "hello", "temperature": 0, "max_tokens": 9}
+
+
+def events(text):
+    """The events of a stream, without the last."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def is_idle(server):
+    return not server.worker.engine.is_busy
+
+
+def test_an_answer_in_a_stream_is_the_whole_answer(server):
+    status, whole = server.complete(**ASKED, logprobs=2)
+    assert status == 200
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == "length"
+    assert len(choice["logprobs"]["tokens"]) == whole["usage"]["completion_tokens"] == 9
+    asked = ASKED | {"stream": True, "stream_options": {"include_usage": True}}
+    _, text = server.ask("/v1/completions", asked)
+    *parts, usage = events(text)
+    assert "".join(x["choices"][0]["text"] for x in parts) == choice["text"]
+    assert parts[-1]["choices"][0]["finish_reason"] == "length"
+    assert usage["usage"] == whole["usage"]
+
+
+def test_a_chat_is_answered_by_its_seed(server):
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "seed": 1, "n": 2}
+    _, text = server.ask("/v1/chat/completions", asked | {"logprobs": True, "top_logprobs": 1})
+    whole = json.loads(text)["choices"]
+    assert len(whole[0]["logprobs"]["content"]) == 6
+    _, text = server.ask("/v1/chat/completions", asked | {"stream": True})
+    told = ["", ""]
+    for event in events(text):
+        (choice,) = event["choices"]
+        told[choice["index"]] += choice["delta"].get("content", "")
+    assert told == [choice["message"]["content"] for choice in whole]
+    assert told[0] != told[1]
+
+
+def test_a_stop_ends_an_answer_before_it(server):
+    _, whole = server.complete(**ASKED)
+    text = whole["choices"][0]["text"]
+    _, cut = server.complete(**ASKED, stop=text[3:5])
+    assert cut["choices"][0]["text"] == text[: text.index(text[3:5])]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    eventually(lambda: is_idle(server))
+
+
+def test_a_prompt_is_scored(server):
+    tokens = [104, 101, 108, 108, 111]
+    asked = {"prompt": tokens, "max_tokens": 0, "echo": True, "logprobs": 1}
+    _, found = server.complete(**asked)
+    (choice,) = found["choices"]
+    scores = choice["logprobs"]["token_logprobs"]
+    assert choice["text"] == "hello"
+    assert scores[0] is None
+    assert scores[1:] == [x for x, _ in server.worker.engine.score(tokens)]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    _, more = server.complete(**asked | {"max_tokens": 2, "temperature": 0})
+    assert more["choices"][0]["logprobs"]["token_logprobs"][:5] == scores
+
+
+def test_many_at_once_receive_what_one_alone_does(server):
+    asked = [
+        ASKED | {"prompt": "x" * (7 * i), "temperature": i % 2, "seed": i, "logprobs": 0}
+        for i in range(8)
+    ]
+
+    def answer(body):
+        status, found = server.complete(**body)
+        assert status == 200
+        return found["choices"]
+
+    alone = [answer(body) for body in asked]
+    programs = server.worker.engine.programs
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(answer, asked)) == alone
+    assert server.worker.engine.programs == programs == 2
+
+
+def test_a_client_that_goes_away_leaves_its_slots(server):
+    engine = server.worker.engine
+    free = engine.pool.free
+    body = json.dumps(ASKED | {"max_tokens": 110, "n": 3, "stream": True})
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", body)
+        connection.getresponse().read(20)
+    eventually(lambda: is_idle(server))
+    body = json.dumps(ASKED | {"max_tokens": 110, "n": 3})
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", body)
+        eventually(lambda: not is_idle(server))
+    eventually(lambda: is_idle(server))
+    assert engine.pool.free == free
+
+
+def test_what_cannot_be_answered_has_a_status_and_a_sentence(server):
+    for path, raw, status, said in (
+        ("/v1/completions", "{", 400, "no JSON"),
+        ("/v1/completions", "[" * 9000, 400, "no JSON"),
+        ("/v1/completions", '{"prompt": 3}', 400, "prompt must be"),
+        ("/v1/completions", " " * 20_001, 413, "larger than 20000"),
+        ("/v1/completions", None, 405, ""),
+        ("/v1/else", "{}", 404, ""),
+    ):
+        found, text = server.ask(path, raw=raw)
+        assert found == status, text
+        if said:
+            assert said in json.loads(text)["error"]["message"]
+    status, text = server.ask("/v1/models")
+    assert [x["id"] for x in json.loads(text)["data"]] == ["small"]
+
+
+def test_metrics_count_what_was_answered(server):
+    server.complete(**ASKED)
+    status, text = server.ask("/metrics")
+    assert status == 200
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert int(values['jaxtrain_requests_total{status="200"}']) >= 1
+    assert int(values["jaxtrain_requests_live"]) == 0
+    assert int(values["jaxtrain_slots"]) == 4
+    assert int(values["jaxtrain_written_tokens_total"]) >= 9
+    count = int(values["jaxtrain_first_token_seconds_count"])
+    assert int(values['jaxtrain_first_token_seconds_bucket{le="+Inf"}']) == count >= 1
+    assert server.ask("/health")[0] == 200
+
+
+def test_a_key_is_asked_for_and_too_many_are_refused():
+    with serving(key="secret", limits=Limits(requests=0)) as server:
+        assert server.ask("/v1/completions", ASKED)[0] == 401
+        assert server.ask("/v1/models", headers={"authorization": "Bearer secre"})[0] == 401
+        own = {"authorization": "Bearer secret"}
+        assert server.ask("/v1/models", headers=own)[0] == 200
+        assert server.ask("/v1/completions", ASKED, own)[0] == 429
+
+
+def test_a_failure_of_the_engine_reaches_those_who_wait(monkeypatch):
+    def fail(self):
+        raise OSError("the device is gone")
+
+    with serving() as server:
+        monkeypatch.setattr(Engine, "step", fail)
+        status, answer = server.complete(**ASKED)
+        assert status == 503
+        assert "engine has failed" in answer["error"]["message"]
+        eventually(lambda: not server.worker.is_alive())
+        assert server.complete(**ASKED)[0] == 503
+        assert server.ask("/health")[0] == 503
+        server.worker.engine.waiting.clear()
+        for slot, row in enumerate(server.worker.engine.rows):
+            if row is not None:
+                server.worker.engine._leave(slot)
+
+
+def test_openai_s_client_reads_the_answers(server):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0
+    )
+    whole = client.completions.create(model="small", **ASKED, logprobs=1)
+    assert len(whole.choices[0].logprobs.token_logprobs) == 9
+    parts = client.completions.create(model="small", **ASKED, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    messages = [{"role": "user", "content": "hi"}]
+    given = {"model": "small", "messages": messages, "max_tokens": 5, "seed": 2}
+    chat = client.chat.completions.create(**given, logprobs=True, top_logprobs=2)
+    assert len(chat.choices[0].logprobs.content[0].top_logprobs) == 2
+    stream = client.chat.completions.create(**given, stream=True)
+    told = "".join(part.choices[0].delta.content or "" for part in stream)
+    assert told == chat.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model="small", **ASKED | {"temperature": -1})
+    assert [each.id for each in client.models.list()] == ["small"]
