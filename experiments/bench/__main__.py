@@ -11,6 +11,7 @@ from experiments.bench import (
     default_run,
     pipeline,
     recipes,
+    serving,
     step,
     throughput,
 )
@@ -26,6 +27,7 @@ ROWS = {
     "pipeline": pipeline.main,
     "attention": attention.main,
     "recipes": recipes.main,
+    "serve": serving.main,
     "torch": against_torch.main,
     "throughput": throughput.main,
 }

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 
@@ -119,6 +120,8 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     with socket.create_server((options.host, options.port)) as listening:
         host, port = listening.getsockname()[:2]
         print(f"{name} is served on http://{host}:{port}/v1  (Ctrl-C ends it)", flush=True)
+        # The server has SIGTERM while it runs, and raises it again when all have been answered.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listening])
     return 0

@@ -121,21 +121,23 @@ class Engine:
         for name, value in (("slots", slots), ("readers", readers)):
             if value < 2:
                 raise ValueError(
-                    f"{name} is {value}: a row alone is computed in another order; give 2 or more"
+                    f"`{name}` is {value}: a row alone is computed in another order; give 2 or more"
                 )
         if chunk < 1 or chunk % page:
-            raise ValueError(f"chunk is {chunk}: it must be a multiple of page, which is {page}")
+            raise ValueError(
+                f"`chunk` is {chunk}: it must be a multiple of `page`, which is {page}"
+            )
         if model.positions == "learned" and longest > model.seq_len:
             raise ValueError(
-                f"longest is {longest}: the model has {model.seq_len} learned positions"
+                f"`longest` is {longest}: the model has {model.seq_len} learned positions"
             )
         self.model, self.longest, self.chunk, self.page = model, longest, chunk, page
         self.most = -(-longest // page)  # pages of a row
         pages = pages or 1 + slots * self.most
         if pages <= self.most:
             raise ValueError(
-                f"pages is {pages}: a request of {longest} tokens takes {self.most}, and one more "
-                "is for padding"
+                f"`pages` is {pages}: a request of {longest} tokens takes {self.most}, and one "
+                "more is for padding"
             )
         self.pool = PagePool(pages, chunk // page)
         self.rows: list[_Row | None] = [None] * slots

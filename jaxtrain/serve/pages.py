@@ -73,6 +73,14 @@ class PagePool:
             pages.extend(self._known[digest])
         return pages
 
+    def forget(self) -> None:
+        """Forgets all beginnings that nobody uses."""
+        for digest in self._idle:
+            pages = self._known.pop(digest)
+            del self._digest[pages[0]]
+            self._free.extend(pages)
+        self._idle.clear()
+
     def know(self, digest: bytes, pages: Sequence[int]) -> None:
         """Keeps a chunk that has been read, unless another request has read the same."""
         if digest not in self._known:

@@ -15,6 +15,7 @@ from jaxtrain.models.generate import generate
 from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.serve.pages import PagePool, digests_of
 from jaxtrain.sharding.rules import as_rules, param_shardings
+from tests.test_readme import blocks
 
 FORMS = {
     "gpt2": {},
@@ -119,6 +120,16 @@ def test_no_company_of_hundreds_changes_a_bit(form, dtype, sizes):
     check_company(56, form, dtype, **sizes)
 
 
+@pytest.mark.slow
+def test_the_readme_s_loop_runs(capsys):
+    _, loop = blocks("jaxtrain/serve/README.md")
+    model, params = model_of()
+    exec(loop, {"model": model, "params": params})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 20
+    assert lines[-1].endswith("length")
+
+
 def test_a_beginning_that_was_read_is_not_read_again():
     config, params = model_of()
     engine = Engine(config, params, **SIZES)
@@ -163,13 +174,14 @@ def test_log_probabilities_are_the_model_s():
         best = np.argsort(-logp[n])[:4]
         assert [token for token, _ in event.top] == best.tolist()
         np.testing.assert_allclose([x for _, x in event.top], logp[n, best], atol=1e-5)
+    assert len({event.token for event in events}) > 1  # drawn by their positions
     scored = engine.score(row[0].tolist(), top=1)
     assert len(scored) == row.size - 1
     for (logprob, _), event in zip(scored[len(prompt) - 1 :], events, strict=True):
         assert logprob == pytest.approx(event.logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("form", ["gpt2", "llama"])
+@pytest.mark.parametrize("form", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_a_mesh_writes_the_same_tokens(form):
     config, params = model_of(form)
     mesh = jt.make_mesh(tensor=4, devices=jax.devices()[:4])
@@ -183,10 +195,10 @@ def test_a_mesh_writes_the_same_tokens(form):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"slots": 1}, "slots is 1"),
-        ({"chunk": 6}, "chunk is 6"),
+        ({"slots": 1}, "`slots` is 1"),
+        ({"chunk": 6}, "`chunk` is 6"),
         ({"longest": 65}, "64 learned positions"),
-        ({"pages": 10}, "pages is 10"),
+        ({"pages": 10}, "`pages` is 10"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(given, said):

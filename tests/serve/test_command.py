@@ -1,0 +1,76 @@
+"""``jaxtrain serve`` as a user starts it."""
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from experiments.gpt import Config, build
+from jaxtrain.models.generate import generate
+from jaxtrain.run import trained
+from jaxtrain.run.main import main
+from tests.commands import refused
+from tests.experiments.test_gpt import SMALL
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "text.txt").write_text("to be served or not to be served\n" * 300)
+    flags = ["--data", str(folder / "text.txt"), "--run-dir", str(folder / "run")]
+    main(Config, build, [*SMALL, *flags, "--sample-tokens", "0"])
+    return str(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--port", "70000"], "--port is 70000"),
+        (["--slots", "1"], "--slots is 1"),
+        (["--chunk", "100"], "--chunk is 100: it must be a multiple of --page"),
+        (["--max-seconds", "0"], "--max-seconds is 0"),
+        (["--tensor", "99"], "--tensor is 99"),
+        (["--pages", "1"], "--pages is 1: a request of 32 tokens takes 1"),
+        (["--chat-template", "nowhere"], "nowhere"),
+        (["--step", "77"], "77"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_listens(run, flags, said, capsys):
+    pytest.importorskip("uvicorn")
+    assert said in refused(capsys, "serve", run, *flags)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):
+    pytest.importorskip("uvicorn")
+    assert "is neither a run nor" in refused(capsys, "serve", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_is_served_until_a_signal_lets_open_requests_end(run):
+    pytest.importorskip("uvicorn")
+    command = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--page", "8"]
+    command += ["--chunk", "8", "--simulate-devices", "2", "--tensor", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            assert "is served on http://127.0.0.1:" in line
+            port = int(line.split("127.0.0.1:")[1].split("/")[0])
+            model, params, tokenizer = trained.load(run)
+            prompt = [tokenizer.eod, *tokenizer.encode("to be").tolist()]
+            given = {"max_new_tokens": 20, "temperature": 0, "eod": tokenizer.eod}
+            expected = tokenizer.decode(generate(model, params, [prompt], **given)[0])
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            asked = {"prompt": "to be", "temperature": 0, "max_tokens": 20, "stream": True}
+            connection.request("POST", "/v1/completions", json.dumps(asked))
+            answer = connection.getresponse()
+            process.send_signal(signal.SIGTERM)
+            text = answer.read().decode()
+            assert text.endswith("data: [DONE]\n\n")
+            parts = [json.loads(x.removeprefix("data: ")) for x in text.split("\n\n")[:-2]]
+            assert "".join(x["choices"][0]["text"] for x in parts) == expected
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
