@@ -25,6 +25,7 @@ from jaxtrain.compare import parity
 from jaxtrain.data import command as data
 from jaxtrain.engines.pipeline import balance, draw
 from jaxtrain.engines.pipeline.tables import SCHEDULES, make_table
+from jaxtrain.evaluate import command as evaluate
 from jaxtrain.hf import command as hf
 from jaxtrain.host import output, quiet
 from jaxtrain.host.paths import check_on_disk
@@ -331,6 +332,7 @@ COMMANDS = {
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
+    "evaluate": Command(evaluate.EvaluateOptions, evaluate.run_evaluate),
     "serve": Command(serve.ServeOptions, serve.run_serve),
     "watch": Command(live.WatchOptions, live.run_watch),
     "profile": Command(profile.ProfileOptions, profile.run_profile),

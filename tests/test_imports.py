@@ -68,8 +68,8 @@ def test_every_module_imports_without_optional_packages():
 # file is a floor of its own.
 FLOORS = """
 host decisions tree jaxprs data loss sharding ops precision stages state layout compile optim flops
-finetune models engines step methods experiment build planning run hf serve compare landscape cli
-__main__
+finetune models engines step methods experiment build planning run hf serve evaluate compare
+landscape cli __main__
 """
 RUN_FLOORS = """
 hook folder refusal checkpoints survive provenance observe options context trained hooks loop main

@@ -294,7 +294,14 @@ def head_loss(
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
     """Last stage of losses that are no sum over tokens: the log-probability of each of the batch's
     ``targets``, [B, T]; other arguments are those of :func:`head_loss`."""
-    return losses.log_probs(
+    return scores(config, params, x_BTD, batch)[0]
+
+
+def scores(
+    config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
+    """As :func:`log_probs`, and whether each target is the most probable token."""
+    return losses.scores(
         _final_norm(config, params, x_BTD),
         layers.head_kernel(config, params),
         batch["targets"],

@@ -78,7 +78,7 @@ def cross_entropy(
     return compute(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT)
 
 
-def log_probs(
+def scores(
     x_BTD: jax.Array,
     kernel_DV: jax.Array,
     targets_BT: jax.Array,
@@ -86,15 +86,18 @@ def log_probs(
     vocab_size: int,
     softcap: float | None = None,
     chunk: int | None = None,
-) -> jax.Array:
-    """Returns ``log softmax(x @ kernel)[target]`` of every token, float32 [B, T].
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ``log softmax(x @ kernel)[target]`` of every token, float32 [B, T], and whether the
+    target is the most probable one, bool.
 
-    For losses that are no sum over tokens. Logits exist for one tile of tokens at a time, and for
-    gradients they are computed again. Arguments and errors are those of :func:`cross_entropy`.
+    For losses that are no sum over tokens, and for evaluation. Logits exist for one tile of tokens
+    at a time, and for gradients they are computed again. Arguments and errors are those of
+    :func:`cross_entropy`.
     """
     tiles = _count_tiles(x_BTD, kernel_DV, chunk)
     form = _Form(vocab_size, tiles, 0.0, softcap)
-    return -_checkpointed_losses(form, x_BTD, kernel_DV, None, targets_BT)[0]
+    nll_BT, hit_BT, _ = _checkpointed_losses(form, x_BTD, kernel_DV, None, targets_BT)
+    return -nll_BT, hit_BT > 0
 
 
 def divergence(

@@ -1,0 +1,1 @@
+"""Evaluation of trained decoders: perplexity of texts, and lm-evaluation-harness."""

@@ -1,0 +1,175 @@
+"""``jaxtrain evaluate``: how well a trained decoder predicts texts, and how it does on tasks."""
+
+import dataclasses
+import json
+import math
+import shlex
+import sys
+import time
+from typing import Any
+
+import tyro
+
+import jaxtrain
+from jaxtrain import data
+from jaxtrain.evaluate.harness import harness_model
+from jaxtrain.evaluate.scoring import Row, Scorer, windows
+from jaxtrain.host import extras
+from jaxtrain.host.least import check_least
+from jaxtrain.host.paths import as_path, exists
+from jaxtrain.layout import MeshShape
+from jaxtrain.run.main import simulate_devices
+from jaxtrain.serve.engine import Engine
+from jaxtrain.serve.opening import Opened, open_decoder
+from jaxtrain.sharding.mesh import make_mesh
+
+# In the folder of a run that has been evaluated.
+RESULTS = "evaluations.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateOptions:
+    """Evaluates a trained decoder: perplexity and bits per byte of texts, and tasks of
+    lm-evaluation-harness.
+
+    Results are printed. Those of a run are also added to evaluations.jsonl in its folder, with the
+    command.
+    """
+
+    model: tyro.conf.Positional[str]
+    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
+    step: int | None = None
+    """Which checkpoint of a run; left out, the best one."""
+    data: tuple[str, ...] = ()
+    """Texts, as --data of an experiment names them: files and folders. All of each is read, also
+    what training had."""
+    field: str = "text"
+    """The field of JSON lines and Parquet files that holds the text."""
+    stride: int | None = None
+    """Tokens between the rows of a long text: less leaves every token more before it, and takes
+    more time. Left out, half of a row."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness, such as hellaswag."""
+    shots: int | None = None
+    """Examples before each question of a task; left out, the task's own number."""
+    limit: int | None = None
+    """Questions of each task; left out, all."""
+    task_folder: str | None = None
+    """Folder of more tasks, as the harness reads them."""
+    longest: int | None = None
+    """Most tokens that are read at once; left out, as many as the model was trained with."""
+    rows: int = 16
+    """Rows of a batch."""
+    out: str | None = None
+    """File to add the results to as a line of JSON, in place of that of the run."""
+    mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
+    simulate_devices: int = 0
+    """Evaluate on this many simulated CPU devices; 0 on the real ones."""
+
+
+def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
+    """Prints the results, and adds them to a file."""
+    del rest
+    if not options.data and not options.tasks:
+        raise ValueError("neither --data nor --tasks is given: name texts or tasks")
+    check_least(options, stride=1, shots=0, limit=1, rows=1)
+    if options.tasks:
+        extras.load("tasks need lm_eval", "eval", "lm_eval")
+    if options.simulate_devices:
+        simulate_devices(options.simulate_devices)
+    if options.mesh.pipe != 1:
+        raise ValueError(
+            f"--mesh.pipe {options.mesh.pipe} is for training, where microbatches fill a pipeline: "
+            "split the weights over fsdp or tensor"
+        )
+    mesh = make_mesh(**options.mesh.sizes)
+    opened = open_decoder(options.model, mesh=mesh, step=options.step)
+    given = {"rows": options.rows, "longest": options.longest}
+    scorer = Scorer(opened.model, opened.params, mesh=mesh, **given)
+    results: dict[str, Any] = {"texts": {}, "tasks": {}}
+    for name in options.data:
+        found = perplexity(name, opened, scorer, stride=options.stride, field=options.field)
+        results["texts"][name] = found
+        print(
+            f"{name}: {found['bits_per_byte']:.4f} bits per byte, perplexity "
+            f"{found['perplexity']:.4g} per token ({found['documents']:,} documents, "
+            f"{found['tokens']:,} tokens, {found['bytes']:,} bytes)",
+            flush=True,
+        )
+    if options.tasks:
+        results["tasks"] = _tasks(options, opened, scorer, mesh)
+    path = options.out
+    if path is None and exists(as_path(opened.folder) / "checkpoints"):
+        path = str(as_path(opened.folder) / RESULTS)
+    if path is not None:
+        about = {
+            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": "jaxtrain " + shlex.join(sys.argv[1:]),
+            "version": jaxtrain.__version__,
+        }
+        with as_path(path).open("a") as file:
+            file.write(json.dumps(about | results) + "\n")
+        print(f"added to {path}")
+    return 0
+
+
+def perplexity(
+    name: str, opened: Opened, scorer: Scorer, *, stride: int | None = None, field: str = "text"
+) -> dict[str, float]:
+    """Returns how well a model predicts a text: ``perplexity`` per token, ``bits_per_byte`` of the
+    text, and the counts of ``documents``, ``tokens`` and ``bytes``.
+
+    Each document follows the end of another, as in training; its own end is not scored.
+
+    Raises:
+      ValueError: there is no text.
+    """
+    stride = stride or -(-scorer.longest // 2)
+    if stride > scorer.longest:
+        raise ValueError(f"`stride` is {stride}: rows have {scorer.longest} tokens")
+    tokenizer, nats, counts = opened.tokenizer, 0.0, {"documents": 0, "tokens": 0, "bytes": 0}
+    rows: list[Row] = []
+
+    def scored() -> float:
+        total = -math.fsum(each.logprob for each in scorer(rows))
+        rows.clear()
+        return total
+
+    for side in data.open_text(name, field=field, held_out=0.0):
+        for document in side:
+            tokens = [tokenizer.eod, *tokenizer.encode(document.text).tolist()]
+            rows += windows(tokens, longest=scorer.longest, stride=stride)
+            counts["documents"] += 1
+            counts["tokens"] += len(tokens) - 1
+            counts["bytes"] += len(document.text)
+            if len(rows) >= 4096:
+                nats += scored()
+    nats += scored()
+    if not counts["tokens"]:
+        raise ValueError(f"'{name}' has no text: name a file or a folder of texts")
+    return {
+        "perplexity": math.exp(nats / counts["tokens"]),
+        "bits_per_byte": nats / math.log(2) / counts["bytes"],
+        **counts,
+    }
+
+
+def _tasks(options: EvaluateOptions, opened: Opened, scorer: Scorer, mesh: Any) -> dict[str, Any]:
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
+
+    sizes = {"slots": max(2, options.rows), "longest": scorer.longest, "mesh": mesh}
+    engine = Engine(opened.model, opened.params, **sizes)
+    found = lm_eval.simple_evaluate(
+        harness_model(opened.tokenizer, scorer, engine),
+        tasks=list(options.tasks),
+        num_fewshot=options.shots,
+        limit=options.limit,
+        task_manager=TaskManager(include_path=options.task_folder),
+        bootstrap_iters=1000,
+        log_samples=False,
+    )
+    print(make_table(found))
+    keep = lambda x: {k: v for k, v in x.items() if isinstance(v, int | float | str)}  # noqa: E731
+    return {task: keep(values) for task, values in found["results"].items()}

@@ -1,0 +1,118 @@
+"""Log-probabilities of tokens by a decoder: rows of any lengths share a few programs.
+
+Shapes: B rows, T tokens.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtrain.models import decoder
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.sharding.rules import batch_parts
+from jaxtrain.stages import run_layers
+
+# The shortest rows that a program is compiled for.
+SHORTEST = 16
+
+
+class Row(NamedTuple):
+    """Tokens, of which the last ``counted`` are scored; the first never is."""
+
+    tokens: Sequence[int]
+    counted: int
+
+
+class Scored(NamedTuple):
+    """The sum of log-probabilities, and whether each token was the most probable one."""
+
+    logprob: float
+    is_greedy: bool
+
+
+class Scorer:
+    """Scores rows by the forward pass of training.
+
+    Args:
+      model, params: the decoder; it computes in the dtype of ``params``.
+      mesh: where these lie.
+      rows: rows of a batch; rounded up to what splits over the mesh.
+      longest: most tokens that are read at once; left out, the model's ``seq_len``.
+    """
+
+    def __init__(
+        self,
+        model: DecoderConfig,
+        params: Any,
+        *,
+        mesh: Mesh,
+        rows: int = 16,
+        longest: int | None = None,
+    ):
+        self.longest = longest or model.seq_len
+        if model.positions == "learned" and self.longest > model.seq_len:
+            raise ValueError(
+                f"`longest` is {longest}: the model has {model.seq_len} learned positions"
+            )
+        self._params, self._mesh = params, mesh
+        self._rows = -(-rows // batch_parts(mesh)) * batch_parts(mesh)
+        self._run = jax.jit(functools.partial(_log_probs, model))
+
+    def __call__(self, rows: Iterable[Row]) -> list[Scored]:
+        """Returns the score of each row, in their order."""
+        rows = list(rows)
+        for row in rows:
+            if not 1 <= row.counted < len(row.tokens) <= self.longest + 1:
+                raise ValueError(
+                    f"a row of {len(row.tokens)} tokens has {row.counted} to score: give 2 to "
+                    f"{self.longest + 1}, and score at most all but the first"
+                )
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
+        found: dict[int, Scored] = {}
+        for start in range(0, len(order), self._rows):
+            part = order[start : start + self._rows]
+            found.update(zip(part, self._batch([rows[i] for i in part]), strict=True))
+        return [found[i] for i in range(len(rows))]
+
+    def _batch(self, rows: Sequence[Row]) -> Iterator[Scored]:
+        size = max(SHORTEST, 1 << (len(rows[0].tokens) - 2).bit_length())
+        shape = self._rows, min(size, max(self.longest, SHORTEST))
+        batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
+        for b, row in enumerate(rows):
+            batch["tokens"][b, : len(row.tokens) - 1] = row.tokens[:-1]
+            batch["targets"][b, : len(row.tokens) - 1] = row.tokens[1:]
+        with jax.set_mesh(self._mesh):
+            logprobs_BT, best_BT = jax.device_get(self._run(self._params, batch))
+        for b, row in enumerate(rows):
+            span = slice(len(row.tokens) - 1 - row.counted, len(row.tokens) - 1)
+            yield Scored(
+                float(logprobs_BT[b, span].sum(dtype=np.float64)), bool(best_BT[b, span].all())
+            )
+
+
+def _log_probs(
+    model: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """The log-probability of each target [B, T], and whether it is the most probable token."""
+    x_BTD = decoder.embed(model, params, batch)
+    x_BTD = run_layers(decoder.stages(model), params, x_BTD, batch, None)
+    return decoder.scores(model, params, x_BTD, batch)
+
+
+def windows(tokens: Sequence[int], *, longest: int, stride: int) -> Iterator[Row]:
+    """Cuts tokens into rows that score each but the first once, with as many before it as fit: at
+    least ``longest - stride``, where there are so many.
+
+    >>> [(list(row.tokens), row.counted) for row in windows(range(8), longest=4, stride=2)]
+    [([0, 1, 2, 3, 4], 4), ([2, 3, 4, 5, 6], 2), ([3, 4, 5, 6, 7], 1)]
+    """
+    end = min(len(tokens), longest + 1)
+    if end > 1:
+        yield Row(tokens[:end], end - 1)
+    while end < len(tokens):
+        done, end = end, min(len(tokens), end + stride)
+        yield Row(tokens[max(0, end - longest - 1) : end], end - done)

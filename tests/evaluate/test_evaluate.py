@@ -1,0 +1,207 @@
+"""Scores against whole logits in NumPy, and tasks against the harness's own Hugging Face model."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import hf
+from jaxtrain.data import ByteTokenizer
+from jaxtrain.evaluate.command import perplexity
+from jaxtrain.evaluate.harness import harness_model, written
+from jaxtrain.evaluate.scoring import Row, Scorer, windows
+from jaxtrain.models import decoder
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.serve.engine import Engine
+from jaxtrain.serve.opening import Opened
+from jaxtrain.sharding.rules import as_rules, param_shardings
+from tests.commands import refused
+
+MODEL = DecoderConfig(
+    vocab_size=257,
+    seq_len=48,
+    layers=2,
+    width=32,
+    heads=4,
+    positions="rope",
+    norm="rmsnorm",
+    bias=False,
+    mlp="swiglu",
+    tied=False,
+)
+
+
+def opened(mesh):
+    params = jax.tree.map(lambda x: 3 * x, decoder.init(MODEL, jax.random.key(0)))
+    params = jax.device_put(params, param_shardings(params, mesh, as_rules(decoder.RULES)))
+    return Opened(MODEL, params, ByteTokenizer(), "nowhere")
+
+
+def log_softmax(model, tokens):
+    params = jax.device_get(model.params)
+    logits = np.float64(decoder.logits(MODEL, params, np.array([tokens]))[0])
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_rows_of_any_length_are_scored_in_their_order(mesh):
+    mesh = jt.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])
+    model = opened(mesh)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 256, n).tolist() for n in (2, 49, 17, 18, 30)]
+    rows = [Row(row, 1 + i * (len(row) - 2) // 4) for i, row in enumerate(rows)]
+    likely = log_softmax(model, [65]).argmax()
+    rows.append(Row([65, int(likely)], 1))
+    scored = Scorer(MODEL, model.params, mesh=mesh, rows=4)(rows)
+    for row, found in zip(rows, scored, strict=True):
+        logp = log_softmax(model, row.tokens[:-1])
+        span = range(len(row.tokens) - 1 - row.counted, len(row.tokens) - 1)
+        expected = sum(logp[t, row.tokens[t + 1]] for t in span)
+        assert found.logprob == pytest.approx(expected, rel=1e-5)
+        assert found.is_greedy == all(logp[t].argmax() == row.tokens[t + 1] for t in span)
+    assert scored[-1].is_greedy
+    with pytest.raises(ValueError, match="a row of 50 tokens"):
+        Scorer(MODEL, model.params, mesh=mesh)([Row([1] * 50, 3)])
+
+
+@pytest.mark.parametrize(("count", "longest", "stride"), [(2, 8, 8), (9, 8, 3), (50, 8, 3)])
+def test_windows_score_each_token_once_with_enough_before_it(count, longest, stride):
+    scored = []
+    for row in windows(range(count), longest=longest, stride=stride):
+        assert len(row.tokens) <= longest + 1
+        for token in row.tokens[-row.counted :]:
+            assert token - row.tokens[0] >= min(token, longest - stride)
+            scored.append(token)
+    assert scored == list(range(1, count))
+
+
+def test_the_bits_of_a_text_are_those_of_its_documents(tmp_path):
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    model = opened(mesh)
+    texts = ["What is said here is said twice, said he, and was gone for good.", "é"]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    scorer = Scorer(MODEL, model.params, mesh=mesh)
+    found = perplexity(str(path), model, scorer, stride=20)
+    nats, eod = 0.0, model.tokenizer.eod
+    for text in texts:
+        tokens = [eod, *text.encode()]
+        done = 1
+        while done < len(tokens):
+            end = min(len(tokens), 49 if done == 1 else done + 20)
+            start = max(0, end - 49)
+            logp = log_softmax(model, tokens[start : end - 1])
+            nats -= sum(logp[t - 1 - start, tokens[t]] for t in range(done, end))
+            done = end
+    count = sum(len(text.encode()) for text in texts)
+    assert found["documents"] == 2
+    assert found["tokens"] == found["bytes"] == count
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / count, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-6)
+    with pytest.raises(ValueError, match="`stride` is 49"):
+        perplexity(str(path), model, scorer, stride=49)
+
+
+def test_a_text_that_is_written_ends_before_what_a_task_names():
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    model = opened(mesh)
+    engine = Engine(MODEL, model.params, slots=4, chunk=16, page=16)
+    asked = [("a context", {"max_gen_toks": 12}), ("x" * 99, {"until": ["\0"], "max_gen_toks": 5})]
+    whole, other = written(model.tokenizer, engine, asked)
+    stop = whole[4:6]
+    (cut,) = written(model.tokenizer, engine, [("a context", asked[0][1] | {"until": stop})])
+    assert cut == whole[: whole.index(stop)]
+    assert other
+    with pytest.raises(ValueError, match="min_p"):
+        written(model.tokenizer, engine, [("a", {"min_p": 0.1})])
+
+
+def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys):
+    assert "neither --data nor --tasks" in refused(capsys, "evaluate", str(tmp_path))
+    asked = ["evaluate", str(tmp_path), "--data", "python"]
+    assert "neither a run nor" in refused(capsys, *asked)
+    assert "--mesh.pipe 2" in refused(capsys, *asked, "--mesh.pipe", "2")
+    assert "--stride is 0" in refused(capsys, *asked, "--stride", "0")
+
+
+def tasks(folder):
+    """One task for each kind of request."""
+    rng = np.random.default_rng(0)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta"]
+    rows = []
+    for _ in range(12):
+        picked = rng.choice(words, 4, replace=False).tolist()
+        text = " ".join(rng.choice(words, int(rng.integers(3, 30))))
+        row = {"question": f"Is {picked[0]}?", "choices": picked[1:], "text": text}
+        rows.append(row | {"answer": int(rng.integers(3))})
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    local = {"dataset_path": "json", "test_split": "test"}
+    local["dataset_kwargs"] = {"data_files": {"test": str(path)}}
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    choices = {
+        "task": "choices",
+        "output_type": "multiple_choice",
+        "doc_to_text": "Q: {{question}} A:",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "target_delimiter": " ",
+        "metric_list": [{"metric": "acc", **mean}],
+    }
+    rolling = {
+        "task": "rolling",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    }
+    writes = {
+        "task": "writes",
+        "output_type": "generate_until",
+        "doc_to_text": "Q: {{question}} A:",
+        "doc_to_target": "{{choices[answer]}}",
+        "generation_kwargs": {"until": ["q"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", **mean}],
+    }
+    return [local | each for each in (choices, rolling, writes)]
+
+
+@pytest.mark.slow
+def test_tasks_come_to_what_the_harness_s_own_model_comes_to(tmp_path):
+    lm_eval = pytest.importorskip("lm_eval")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    from lm_eval.models.huggingface import HFLM
+
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    model = opened(mesh)
+    scorer = Scorer(MODEL, model.params, mesh=mesh)
+    engine = Engine(MODEL, model.params, slots=4)
+    ours = harness_model(model.tokenizer, scorer, engine)
+    ours = lm_eval.simple_evaluate(ours, tasks=tasks(tmp_path), bootstrap_iters=0)
+    hf.save(tmp_path / "model", MODEL, jax.device_get(model.params))
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    names = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    vocabulary = {names[b]: b for b in range(256)} | {"<end>": 256}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer, library.decoder = level, tokenizers.decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, eos_token="<end>", pad_token="<end>"
+    )
+    torch_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    theirs = HFLM(pretrained=torch_model, tokenizer=fast, batch_size=4, max_length=48)
+    theirs = lm_eval.simple_evaluate(theirs, tasks=tasks(tmp_path), bootstrap_iters=0)
+    for task in ("choices", "rolling", "writes"):
+        for a, b in zip(ours["samples"][task], theirs["samples"][task], strict=True):
+            for (x,), (y,) in zip(a["resps"], b["resps"], strict=True):
+                if task == "writes":
+                    assert x == y
+                else:
+                    x, y = (v[0] if isinstance(v, tuple | list) else v for v in (x, y))
+                    assert float(x) == pytest.approx(float(y), rel=1e-5, abs=1e-4)
