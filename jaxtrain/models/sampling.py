@@ -121,7 +121,8 @@ def draw_rows(
 
     def drawn() -> jax.Array:
         def row(logits_V, position, temperature, top_k, top_p, seed):
-            logits_V = logits_V / jnp.where(temperature > 0, temperature, 1.0)
+            # Of a temperature near 0 nothing overflows.
+            logits_V = logits_V / jnp.maximum(temperature, 1e-6)
             logits_V = truncate(logits_V, top_k=top_k, top_p=top_p)
             key = jax.random.fold_in(jax.random.key(seed), position)
             return jax.random.categorical(key, logits_V)

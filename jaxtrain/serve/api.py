@@ -38,6 +38,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 _COMMON = {"model", "stream", "stream_options", "stop", "user", "metadata"}
 DEFAULT_TOKENS = 16
+# Answers to one request.
+MOST = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +106,10 @@ class Reader:
         if not isinstance(options, dict) or options.keys() - {"include_usage"}:
             raise ValueError("stream_options must be an object with include_usage alone")
         rows = [self._messages(body)] if chat else self._prompts(body)
+        if len(rows) * given["n"] > MOST:
+            raise ValueError(
+                f"{len(rows)} prompts with n={given['n']} ask for more than {MOST} answers"
+            )
         count = given["max_completion_tokens"]
         count = given["max_tokens"] if count is None else count
         requests = []
@@ -141,8 +147,8 @@ class Reader:
         is_list = isinstance(prompt, list) and bool(prompt)
         is_row = isinstance(prompt, str) or (is_list and all(type(x) is int for x in prompt))
         rows = [prompt] if is_row else prompt
-        if not isinstance(rows, list) or not 1 <= len(rows) <= 1024:
-            raise ValueError("prompt must be a text, a list of tokens, or a list of 1 to 1024 such")
+        if not isinstance(rows, list) or not 1 <= len(rows) <= MOST:
+            raise ValueError("prompt must be a text, a list of tokens, or a list of such")
         return [self._tokens(row) for row in rows]
 
     def _tokens(self, prompt: Any) -> list[int]:
@@ -151,7 +157,7 @@ class Reader:
             return [self.tokenizer.eod, *encode_prompt(prompt, self.tokenizer).tolist()]
         size = self.tokenizer.vocab_size
         if not isinstance(prompt, list) or not prompt:
-            raise ValueError("prompt must be a text, a list of tokens, or a list of 1 to 1024 such")
+            raise ValueError("prompt must be a text, a list of tokens, or a list of such")
         if not all(type(x) is int and 0 <= x < size for x in prompt):
             raise ValueError(f"prompt must have whole numbers from 0 to {size - 1} for tokens")
         return prompt

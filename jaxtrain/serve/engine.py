@@ -123,6 +123,10 @@ class Engine:
                 raise ValueError(
                     f"`{name}` is {value}: a row alone is computed in another order; give 2 or more"
                 )
+        if longest < 2:
+            raise ValueError(
+                f"`longest` is {longest}: a prompt and its answer have 2 tokens or more"
+            )
         if chunk < 1 or chunk % page:
             raise ValueError(
                 f"`chunk` is {chunk}: it must be a multiple of `page`, which is {page}"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.host import extras
 from jaxtrain.serve.api import Asked, Reader, Text, Told, Writer
-from jaxtrain.serve.engine import Engine, Event
+from jaxtrain.serve.engine import Engine, Event, Request
 
 log = logging.getLogger(__name__)
 # Seconds to the first token, for /metrics.
@@ -38,6 +38,9 @@ class Limits(NamedTuple):
 DEFAULT_LIMITS = Limits()
 
 
+Sink = Callable[[list[Event] | None], None]
+
+
 class Worker(threading.Thread):
     """The thread that owns an engine. A request's events go to its sink; where the engine has
     failed, None does."""
@@ -48,7 +51,9 @@ class Worker(threading.Thread):
         self.failed: str | None = None
         self.steps = self.written = 0
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sinks: dict[int, Callable[[list[Event] | None], None]] = {}
+        self._sinks: dict[int, Sink] = {}
+        self._starting: set[Sink] = set()
+        self._lock, self._ended = threading.Lock(), False
 
     def run(self) -> None:
         try:
@@ -57,8 +62,10 @@ class Worker(threading.Thread):
         except Exception as error:  # Whatever it is, those who wait are told.
             log.exception("the engine has failed")
             self.failed = f"{type(error).__name__}: {error}"
-        sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
+        with self._lock:
+            self._ended = True
+            waiting = [*self._starting, *self._sinks.values()]
+        for sink in waiting:
             sink(None)
 
     def _work(self) -> bool:
@@ -91,23 +98,25 @@ class Worker(threading.Thread):
         """Has the thread call a function between two steps."""
         self._inbox.put(asked)
 
-    def submit(
-        self, request: Any, sink: Callable[[list[Event] | None], None]
-    ) -> Callable[[], None]:
+    def submit(self, request: Request, sink: Sink) -> Callable[[], None]:
         """Submits a request; returns what cancels it."""
         numbers: list[int] = []
 
         def start() -> None:
             numbers.append(self.engine.submit(request))
             self._sinks[numbers[0]] = sink
+            self._starting.discard(sink)
 
         def end() -> None:
             if numbers and self._sinks.pop(numbers[0], None) is not None:
                 self.engine.cancel(numbers[0])
 
-        self.ask(start)
-        if not self.is_alive():
-            sink(None)
+        with self._lock:
+            if self._ended:
+                sink(None)
+            else:
+                self._starting.add(sink)
+                self.ask(start)
         return lambda: self.ask(end)
 
 
@@ -144,7 +153,7 @@ def make_app(
     """
     extras.load("a server needs starlette", "serve", "starlette.applications")
     from starlette.applications import Starlette
-    from starlette.requests import ClientDisconnect, Request
+    from starlette.requests import ClientDisconnect
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
@@ -158,11 +167,11 @@ def make_app(
         error = {"message": sentence, "type": kind, "param": None, "code": None}
         return JSONResponse({"error": error}, status)
 
-    def is_known(request: Request) -> bool:
+    def is_known(request: Any) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         return key is None or hmac.compare_digest(given.encode(), key.encode())
 
-    async def body_of(request: Request) -> bytes | None:
+    async def body_of(request: Any) -> bytes | None:
         """The body; None where it is over the limit, of which no more is read."""
         found = bytearray()
         async for chunk in request.stream():
@@ -171,13 +180,13 @@ def make_app(
                 return None
         return bytes(found)
 
-    async def completions(request: Request) -> Response:
+    async def completions(request: Any) -> Response:
         return await answer(request, chat=False)
 
-    async def chats(request: Request) -> Response:
+    async def chats(request: Any) -> Response:
         return await answer(request, chat=True)
 
-    async def answer(request: Request, *, chat: bool) -> Response:
+    async def answer(request: Any, *, chat: bool) -> Response:
         if not is_known(request):
             return refused(401, "the API key is missing or wrong: give it as a bearer token")
         if worker.failed is not None or not worker.is_alive():
@@ -186,8 +195,6 @@ def make_app(
             return refused(429, f"{limits.requests} requests are being answered: try again later")
         # Counted before anything is waited for, so that no more come in meanwhile.
         numbers.live += 1
-        counted = contextlib.ExitStack()
-        counted.callback(lambda: setattr(numbers, "live", numbers.live - 1))
         try:
             async with asyncio.timeout(limits.seconds):
                 raw = await body_of(request)
@@ -204,8 +211,7 @@ def make_app(
         except ValueError as error:
             return refused(400, str(error))
         finally:
-            counted.close()
-        numbers.live += 1
+            numbers.live -= 1
         own = _Answer(worker, reader, asked, numbers, model, limits)
         if asked.stream:
             numbers.answers[200] += 1
@@ -230,18 +236,18 @@ def make_app(
         numbers.answers[200] += 1
         return JSONResponse(found)
 
-    async def models(request: Request) -> Response:
+    async def models(request: Any) -> Response:
         if not is_known(request):
             return refused(401, "the API key is missing or wrong: give it as a bearer token")
         one = {"id": model, "object": "model", "created": started, "owned_by": "jaxtrain"}
         return JSONResponse({"object": "list", "data": [one]})
 
-    async def health(request: Request) -> Response:
+    async def health(request: Any) -> Response:
         del request
         is_well = worker.failed is None and worker.is_alive()
         return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 503)
 
-    async def metrics(request: Request) -> Response:
+    async def metrics(request: Any) -> Response:
         del request
         return PlainTextResponse(_metrics(worker, numbers))
 
@@ -271,7 +277,7 @@ class _Answer:
         self._worker, self._asked, self._numbers, self._limits = worker, asked, numbers, limits
         self._writer = Writer(asked, reader.tokenizer, model)
         self._reader, self._begun, self._first = reader, time.monotonic(), None
-        self._written = 0
+        self._written, self._cancels = 0, {}
         self._queue: asyncio.Queue[tuple[int, list[Event] | None]] = asyncio.Queue()
 
     @contextlib.contextmanager
@@ -286,15 +292,16 @@ class _Answer:
 
             return sink
 
-        cancels = [
-            self._worker.submit(request, sink_of(index))
+        self._numbers.live += 1
+        self._cancels = {
+            index: self._worker.submit(request, sink_of(index))
             for index, request in enumerate(asked.requests)
             if request.max_tokens
-        ]
+        }
         try:
             yield
         finally:
-            for cancel in cancels:
+            for cancel in self._cancels.values():
                 cancel()
             self._numbers.live -= 1
             read = len(asked.requests[0].prompt)
@@ -315,27 +322,28 @@ class _Answer:
         the choice has ended."""
         asked = self._asked
         texts = {i: Text(asked.stops) for i, each in enumerate(asked.requests) if each.max_tokens}
-        async with asyncio.timeout(self._limits.seconds):
-            while texts:
-                index, events = await self._queue.get()
-                if events is None:
-                    raise RuntimeError("the engine has failed: start the server again")
-                if (text := texts.get(index)) is None:
-                    continue  # It has ended at a text, and more was on its way.
-                if self._first is None:
-                    self._first = time.monotonic() - self._begun
-                    self._numbers.first_token(self._first)
-                new, told, reason = "", [], None
-                for event in events:
-                    self._written += 1
-                    piece = text.add(self._writer.piece(event), last=event.reason is not None)
-                    told.append(Told(piece, event.token, event.logprob, event.top))
-                    new, reason = new + piece, "stop" if text.stopped else event.reason
-                    if reason:
-                        break
+        while texts:
+            left = self._begun + self._limits.seconds - time.monotonic()
+            index, events = await asyncio.wait_for(self._queue.get(), left)
+            if events is None:
+                raise RuntimeError("the engine has failed: start the server again")
+            if (text := texts.get(index)) is None:
+                continue  # It has ended at a text, and more was on its way.
+            if self._first is None:
+                self._first = time.monotonic() - self._begun
+                self._numbers.first_token(self._first)
+            new, told, reason = "", [], None
+            for event in events:
+                self._written += 1
+                piece = text.add(self._writer.piece(event), last=event.reason is not None)
+                told.append(Told(piece, event.token, event.logprob, event.top))
+                new, reason = new + piece, "stop" if text.stopped else event.reason
                 if reason:
-                    del texts[index]
-                yield index, new, told, reason
+                    break
+            if reason:
+                self._cancels[index]()
+                del texts[index]
+            yield index, new, told, reason
 
     async def whole(self) -> dict[str, Any]:
         asked = self._asked

@@ -59,6 +59,7 @@ def test_a_chat_ends_where_the_assistant_is_to_speak():
         ({"prompt": "a", "max_tokens": 0}, "at least one token"),
         ({"prompt": "a", "max_tokens": 63}, "exceeds the 64"),
         ({"prompt": "a" * 99}, "exceeds the 64"),
+        ({"prompt": ["a"] * 9, "n": 128}, "9 prompts with n=128"),
         ({"prompt": [257]}, "0 to 256"),
         ({"prompt": [[]]}, "prompt must be"),
         ({"prompt": []}, "prompt must be"),

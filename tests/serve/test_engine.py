@@ -104,6 +104,7 @@ def check_company(trials, form="llama", dtype=jnp.float32, **sizes):
         for place, who in enumerate(order):
             if who < len(alone):
                 assert found[place] == alone[who]
+        assert engine.pool.free == engine.pool.count - 1
         rng.shuffle(engine.pool._free)
     assert engine.programs == 2
 
