@@ -196,9 +196,10 @@ def test_a_field_is_given_and_replaced_by_name_wherever_it_lives():
     within = other.with_(eval_batches={"a": held_out, "a/b": held_out}, best_metric="a/b/loss")
     assert within.deciding_set == "a/b/"
     assert sets == {"a/": held_out}
-    built, given = jt.Config().experiment, dict.fromkeys(("init_fn", "loss_fn", "batch"))
-    assert built("own", **given, train_batches=None, gather="model").task.gathers_layers
+    built, given = jt.Config().experiment, dict.fromkeys(("init_fn", "batch", "train_batches"))
+    assert built("own", **given, loss_fn=len, gather="model").task.gathers_layers
     for unknown, message in (
+        (given, "the experiment has neither `loss_fn` nor `stages`: give one of them"),
         ({"train_batch": None}, "an experiment has no field 'train_batch': try 'train_batches'"),
         ({"gather": "step"}, "gather is 'step': give 'model', or that of the layout"),
     ):

@@ -288,7 +288,7 @@ def test_flags_of_an_optimizer_that_a_module_replaces_are_refused():
     def build(flags, read):
         config = parse(jt.Config, ["--optimizer.learning-rate", *flags.split()])
         own = optax.sgd(config.optimizer.learning_rate if read else 0.1)
-        given = {"init_fn": None, "loss_fn": None, "batch": None, "train_batches": None}
+        given = {"init_fn": None, "loss_fn": len, "batch": None, "train_batches": None}
         return config.experiment("own", optimizer=own, **given)
 
     build("0.2 --optimizer.ema 0.9", read=True)
