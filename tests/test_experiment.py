@@ -55,6 +55,10 @@ def losses():
     def dropped(params, batch, rng):
         return problems.loss_fn(params, batch | {"x": drop(batch["x"], 0.5, rng)}, rng)
 
+    def in_vmap(params, batch, rng):
+        x = jax.vmap(lambda row: drop(row[None], 0.5, rng)[0])(batch["x"])
+        return problems.loss_fn(params, batch | {"x": x}, rng)
+
     def scalar(params, batch, rng):
         loss = problems.loss_fn(params, batch, rng)
         return loss.total / loss.weight
@@ -72,7 +76,8 @@ def losses():
 
     yield problems.loss_fn, False
     yield jax.checkpoint(dropped), False
-    yield from ((loss_fn, True) for loss_fn in (scalar, bits, uniform, noisy_loss))
+    others = (scalar, bits, uniform, noisy_loss, in_vmap)
+    yield from ((loss_fn, True) for loss_fn in others)
 
 
 @pytest.mark.parametrize(("loss_fn", "depends"), losses(), ids=lambda x: getattr(x, "__name__", ""))
