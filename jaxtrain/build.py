@@ -21,7 +21,7 @@ from jaxtrain.methods.method import Method, Step
 from jaxtrain.optim import averaged
 from jaxtrain.sharding.mesh import BATCH_AXES, make_mesh
 from jaxtrain.sharding.placement import Gather, constrain_tree, report_finding
-from jaxtrain.sharding.row_keys import draws_otherwise
+from jaxtrain.sharding.row_keys import draws_otherwise, row_count
 from jaxtrain.stages import loss_from_stages
 from jaxtrain.state import (
     TrainState,
@@ -79,7 +79,7 @@ def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
     given = params, jax.eval_shape(experiment.policy.cast_inputs, experiment.data.batch)
     trace = jax.make_jaxpr(experiment.laid.loss_fn, return_shape=True)
     traced, loss = trace(*given, jax.random.key(0))
-    return not isinstance(loss, WeightedLoss) or draws_otherwise(traced.jaxpr)
+    return not isinstance(loss, WeightedLoss) or draws_otherwise(traced.jaxpr, row_count(given[1]))
 
 
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:

@@ -170,7 +170,7 @@ def run_parity(options: ParityOptions, rest: list[str]) -> int:
     """Prints the comparison; 1 where a mesh disagrees."""
     with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
         simulate_devices(parity.DEVICES)
-    module, config = load_config(options.experiment, rest, command="parity")
+    module, config = load_config(options.experiment, rest, command="parity", own=type(options))
     for text in options.layout:  # what cannot be read is refused before anything is built
         type(getattr(config, "layout", Layout())).parse(text)
     experiment = build_experiment(module, config)
@@ -276,7 +276,7 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
     stay_on_cpu()
     # The devices of a plan, which may be simulated, come before any that JAX finds.
     quiet.start() if options.search else target.devices()
-    module, config = load_config(options.experiment, rest, command="plan")
+    module, config = load_config(options.experiment, rest, command="plan", own=type(options))
     if options.search:
         return _search(options, rest, target, module, config)
     experiment = build_experiment(module, config, outline=True)

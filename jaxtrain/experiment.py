@@ -57,7 +57,7 @@ class Task:
     init_fn: Callable[[jax.Array], PyTree]
     """``rng -> params`` (with ``has_model_state``: ``-> (params, model_state)``), layers in natural
     order."""
-    loss_fn: Callable[..., Any] | None
+    loss_fn: Callable[..., Any] | None = None
     """The loss, as :func:`jaxtrain.build_train_step` takes it; None for that of ``stages``."""
     stages: Stages | None = None
     """The model as :class:`jaxtrain.Stages`; a mesh axis ``pipe`` above 1 needs it. The layout cuts
@@ -90,6 +90,8 @@ class Task:
     """Name of the formula."""
 
     def __post_init__(self) -> None:
+        if self.loss_fn is None and self.stages is None:
+            raise ValueError("the experiment has neither `loss_fn` nor `stages`: give one of them")
         object.__setattr__(self, "rules", as_rules(self.rules))
         object.__setattr__(self, "engine", as_engine(self.engine))
 

@@ -112,6 +112,21 @@ def test_arguments_that_the_library_speaks_of_are_flags_here(capsys):
     assert (status, err) == (2, "error: --steps-per-call is 0: give at least 1\n")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("plan tests.small --target cpu:8 --serch", "did you mean --search?"),
+        ("parity tests.small --tolerence=1", "did you mean --tolerance?"),
+        ("compare tests.small --vry steps=1", "did you mean --vary?"),
+        ("plan tests.small --target cpu:8 --stepz 1", "--steps INT"),  # as tyro says it
+    ],
+)
+def test_a_misspelt_option_of_a_command_with_an_experiment_is_named(capsys, typed, meant):
+    status, out, err = run(capsys, *typed.split())
+    assert (status, out) == (2, "")
+    assert meant in err
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["schedule", "--stages", "2", "--mic"]])
 def test_what_cannot_be_read_is_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as exit:

@@ -55,6 +55,10 @@ def losses():
     def dropped(params, batch, rng):
         return problems.loss_fn(params, batch | {"x": drop(batch["x"], 0.5, rng)}, rng)
 
+    def in_vmap(params, batch, rng):
+        x = jax.vmap(lambda row: drop(row[None], 0.5, rng)[0])(batch["x"])
+        return problems.loss_fn(params, batch | {"x": x}, rng)
+
     def scalar(params, batch, rng):
         loss = problems.loss_fn(params, batch, rng)
         return loss.total / loss.weight
@@ -72,7 +76,8 @@ def losses():
 
     yield problems.loss_fn, False
     yield jax.checkpoint(dropped), False
-    yield from ((loss_fn, True) for loss_fn in (scalar, bits, uniform, noisy_loss))
+    others = (scalar, bits, uniform, noisy_loss, in_vmap)
+    yield from ((loss_fn, True) for loss_fn in others)
 
 
 @pytest.mark.parametrize(("loss_fn", "depends"), losses(), ids=lambda x: getattr(x, "__name__", ""))
@@ -196,9 +201,10 @@ def test_a_field_is_given_and_replaced_by_name_wherever_it_lives():
     within = other.with_(eval_batches={"a": held_out, "a/b": held_out}, best_metric="a/b/loss")
     assert within.deciding_set == "a/b/"
     assert sets == {"a/": held_out}
-    built, given = jt.Config().experiment, dict.fromkeys(("init_fn", "loss_fn", "batch"))
-    assert built("own", **given, train_batches=None, gather="model").task.gathers_layers
+    built, given = jt.Config().experiment, dict.fromkeys(("init_fn", "batch", "train_batches"))
+    assert built("own", **given, loss_fn=len, gather="model").task.gathers_layers
     for unknown, message in (
+        (given, "the experiment has neither `loss_fn` nor `stages`: give one of them"),
         ({"train_batch": None}, "an experiment has no field 'train_batch': try 'train_batches'"),
         ({"gather": "step"}, "gather is 'step': give 'model', or that of the layout"),
     ):

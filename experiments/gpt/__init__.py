@@ -91,6 +91,11 @@ def build(config: Config) -> jt.Experiment:
     options = language.tokenizer_options(config)
     chat = config.chat_template or (config.source and config.source.path)
     text = data.open_data(config.data, field=config.field, chat=chat, **options)
+    if config.chat_template and not (text.has_conversations or config.also_held_out):
+        raise ValueError(
+            f"`chat_template` is {config.chat_template!r}, and --data {config.data} has no rows of "
+            "conversations that it could render: leave it out"
+        )
     tokenizer = text.tokenizer
     model = model_config(config, tokenizer.vocab_size)
     if config.teacher is not None:

@@ -54,7 +54,7 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
     if options.png is not None:  # Where that cannot be, nothing is trained.
         new_figure(1, 1)
     check_least(options, rounds=2, block_steps=1, held_out_batches=0)
-    _, base = load_config(options.experiment, rest, command="compare")
+    _, base = load_config(options.experiment, rest, command="compare", own=type(options))
     if count := getattr(base, "simulate_devices", 0):  # before anything asks JAX for devices
         with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
             simulate_devices(count)

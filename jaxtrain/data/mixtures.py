@@ -231,6 +231,12 @@ class TextData:
         return stores
 
     @property
+    def has_conversations(self) -> bool:
+        """Whether any of the sources are rows of conversations, which a template is to render."""
+        texts = (found for found in self.found.values() if not isinstance(found, Store))
+        return any(each.train.files and each.train.files.chat for each in texts)
+
+    @property
     def chat_template(self) -> str | None:
         """The chat template that made the conversations among the stores; None without any."""
         sources = [each.manifest["source"] for each in self.stores.values()]

@@ -563,7 +563,10 @@ def _of_conversations(names: Iterable[str]) -> str:
     """Returns advice for rows that are conversations instead of text; empty for other rows."""
     if not forms_of(names):
         return ""
-    return "make a store of such conversations by `jaxtrain tokenize --chat-template chatml`"
+    return (
+        "conversations need a template: give --chat-template chatml, as experiments.gpt, "
+        "experiments.finetune and jaxtrain tokenize take it"
+    )
 
 
 def _own_fields(value: Any) -> Any:

@@ -12,7 +12,7 @@ from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain, 
 from jaxtrain.loss import LossFn
 from jaxtrain.sharding.mesh import BATCH_AXES
 from jaxtrain.sharding.placement import free_axes
-from jaxtrain.sharding.row_keys import microbatch_keys
+from jaxtrain.sharding.row_keys import microbatch_keys, row_count
 from jaxtrain.tree import PyTree, named_leaves
 
 
@@ -56,7 +56,7 @@ def accumulated(
         first = jax.tree.map(lambda x: x[0], slices)
         given = (params, model_state, first)
         with_key = lambda rng: one(*given, rng, loss_scale, memory=memory)  # noqa: E731
-        key, shapes = microbatch_keys(with_key, rng, microbatches)
+        key, shapes = microbatch_keys(with_key, rng, microbatches, rows=row_count(first))
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes())
         carried = {"model_state": model_state, "memory": memory}
         start = dataclasses.replace(zeros, grads=constrain(zeros.grads), **carried)

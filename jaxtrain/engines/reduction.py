@@ -39,7 +39,7 @@ from jaxtrain.sharding.placement import (
     slow_axes,
     specs_of,
 )
-from jaxtrain.sharding.row_keys import draws, draws_otherwise
+from jaxtrain.sharding.row_keys import draws, draws_otherwise, row_count
 from jaxtrain.sharding.specs import axes_of, within
 from jaxtrain.tree import PyTree, by_paths, name_of, named_leaves
 
@@ -200,7 +200,7 @@ def _obstacle(loss_fn: Callable[..., Any], *given: Any, may_draw: bool) -> Reaso
     jaxpr, result = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
     if not may_draw and draws(jaxpr.jaxpr):
         return Why.ENGINE_DRAWS()
-    if draws_otherwise(jaxpr.jaxpr):
+    if draws_otherwise(jaxpr.jaxpr, row_count(given[-2])):
         return Why.DRAWS()
     loss = result[0] if isinstance(result, tuple) else result
     metrics = getattr(loss, "metrics", {}).items()

@@ -34,7 +34,7 @@ from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import fit
 from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer
-from jaxtrain.run.refusal import refuse_aliases, refusing, with_flags
+from jaxtrain.run.refusal import refuse_aliases, refuse_misspelt, refusing, with_flags
 from jaxtrain.run.survive.diagnosis import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
 from jaxtrain.sharding.stack import Stack
@@ -392,14 +392,18 @@ def build_experiment(module: Any, config: Any, *, outline: bool = False) -> Expe
     return experiment
 
 
-def load_config(module_name: str, flags: Sequence[str], *, command: str) -> tuple[Any, Any]:
+def load_config(
+    module_name: str, flags: Sequence[str], *, command: str, own: type | None = None
+) -> tuple[Any, Any]:
     """Imports an experiment's module and reads its config from the flags, as
     :func:`load_experiment`. A module may have ``choose(flags)`` that returns another one, and the
-    config that has what the flags leave out."""
+    config that has what the flags leave out. ``own`` are the options of the command itself."""
     module, default = experiment_module(module_name), None
     if hasattr(module, "choose"):
         module, default = module.choose(flags)
     program = f"jaxtrain {command} {module_name}"
+    if own is not None:
+        refuse_misspelt(own, module.Config, flags)
     return module, _read_flags(module.Config, flags, default, program)
 
 

@@ -1,6 +1,7 @@
 """Options that runs and experiments share: plain data, which the command line turns into flags."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ from jaxtrain import optim
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.optim.accumulation import updates_in
-from jaxtrain.optim.numerics import check_number
+from jaxtrain.optim.numerics import check_integer, check_number
 from jaxtrain.optim.options import keywords
 from jaxtrain.run.observe import alert_rules, trackers
 
@@ -273,7 +274,14 @@ def make_optimizer(
         if not 1 <= value < 2**31:
             raise ValueError(f"--{name} is {value}: give a number from 1 to 2^31 - 1")
     ramp = [_pair("accumulate_ramp", text, ":", int, "1:500") for text in options.accumulate_ramp]
-    updates = max(1, updates_in(steps, options.accumulate, ramp))
+    for number in itertools.chain(*ramp):
+        check_integer("accumulate_ramp", number, low=1)
+    if not (updates := updates_in(steps, options.accumulate, ramp)):
+        first = ramp[0][0] if ramp else options.accumulate
+        raise ValueError(
+            f"--steps is {steps}: the first update takes {first} steps (`accumulate`), so nothing "
+            "would be trained; give as many"
+        )
     warmup = options.warmup_steps
     peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
     peak = peak if options.learning_rate is None else options.learning_rate

@@ -9,6 +9,7 @@ speaks of arguments, in backticks; here they become flags.
 
 import contextlib
 import dataclasses
+import difflib
 import re
 import sys
 import sysconfig
@@ -114,6 +115,18 @@ def refuse_aliases(config_type: type, arguments: Sequence[str]) -> None:
         flag = names.get(typed.rpartition(".")[2])
         if word.startswith("--") and flag and typed not in flags:
             text = f"--{typed} is no option of this program: the same is --{flag} here"
+            raise refuse(ValueError(text))
+
+
+def refuse_misspelt(command: type, config_type: type, arguments: Sequence[str]) -> None:
+    """Ends the program where an argument is nearly an option of the command, and is none of the
+    config's, to which tyro would compare it alone."""
+    own, flags = ({flag for *_, flag in _all_flags(kind)} for kind in (command, config_type))
+    for word in arguments:
+        typed = word.partition("=")[0].removeprefix("--").replace("_", "-")
+        near = difflib.get_close_matches(typed, sorted(own | flags), n=1, cutoff=0.75)
+        if word.startswith("--") and near and near[0] != typed and near[0] in own - flags:
+            text = f"--{typed} is no option of this program: did you mean --{near[0]}?"
             raise refuse(ValueError(text))
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend.random import define_prng_impl
 
 from jaxtrain.jaxprs import equations
+from jaxtrain.tree import PyTree
 
 # What a trace calls the function of jaxtrain.ops.numerics; no function of a user's has a dot in it.
 DRAWN_BY_ROW = "jaxtrain.drawn_by_row"
@@ -46,12 +47,13 @@ _CARRYING = define_prng_impl(
 
 
 def microbatch_keys(
-    function: Callable[[jax.Array], Any], rng: jax.Array, microbatches: int
+    function: Callable[[jax.Array], Any], rng: jax.Array, microbatches: int, *, rows: int
 ) -> tuple[Callable, Callable]:
     """Returns a function from the number of a microbatch to its key, and one to a result's shapes.
 
     ``function`` is what is done with the key of one microbatch, or with that of all, which is
-    looked at for draws. A single microbatch has the step's key, ``rng``.
+    looked at for draws, and ``rows`` are the rows of its batch. A single microbatch has the step's
+    key, ``rng``.
     """
 
     def ordinary(j: int | jax.Array) -> jax.Array:
@@ -65,7 +67,7 @@ def microbatch_keys(
         # What takes no key but an ordinary one raises here; an error of its own comes again below.
         with contextlib.suppress(Exception):
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(carrying(0))
-            if not (draws_otherwise(traced.jaxpr) or any(map(_carries, traced.out_avals))):
+            if not (draws_otherwise(traced.jaxpr, rows) or any(map(_carries, traced.out_avals))):
                 return carrying, lambda: shapes
     return ordinary, lambda: jax.eval_shape(function, ordinary(0))
 
@@ -78,16 +80,30 @@ def key_and_rows(rng: jax.Array, rows_B: jax.Array) -> tuple[jax.Array, jax.Arra
     return _plain(words), words[2] + words[3] * rows_B.astype(jnp.uint32)
 
 
-def draws_otherwise(jaxpr: Any) -> bool:
-    """Whether a traced loss draws numbers, and not row by row from a key of the kind threefry; to
-    read the data of a key is to draw."""
+def row_count(batch: PyTree) -> int:
+    """The rows of a batch; 0 where it has none."""
+    return max((jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), default=0)
+
+
+def draws_otherwise(jaxpr: Any, rows: int) -> bool:
+    """Whether a traced loss of so many rows draws numbers, and not row by row from a key of the
+    kind threefry; to read the data of a key is to draw."""
     # Of keys that are raw data, every operation is between a wrap and an unwrap.
     typed = any(jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key) for v in jaxpr.invars)
     draws = {name for name in _DRAWS if typed or name != "random_unwrap"}
-    takes = lambda key: _is_plain(key) or _carries(key)  # noqa: E731
+
+    def by_row(eqn: Any) -> bool:
+        # In a vmap there are many keys, or what is counted are no rows. A derivative's trace has
+        # the draw in two parts, the first of which has no key.
+        given = [v.aval for v in eqn.invars]
+        keys = [a for a in given if jnp.issubdtype(a.dtype, jax.dtypes.prng_key)]
+        many = any(a.ndim for a in keys) or any(a.ndim > 1 and a.dtype == "uint32" for a in given)
+        counts = [v.aval.shape[0] for v in eqn.outvars if v.aval.dtype == bool]
+        takes = all(_is_plain(key) or _carries(key) for key in keys or given[:1])
+        return takes and not many and all(count == rows for count in counts)
+
     return any(
-        eqn.primitive.name in draws
-        or (eqn.params.get("name") == DRAWN_BY_ROW and not takes(eqn.invars[0].aval))
+        eqn.primitive.name in draws or (eqn.params.get("name") == DRAWN_BY_ROW and not by_row(eqn))
         for eqn in equations(jaxpr, but=DRAWN_BY_ROW)
     )
 
@@ -95,7 +111,7 @@ def draws_otherwise(jaxpr: Any) -> bool:
 def draws(jaxpr: Any) -> bool:
     """Whether a traced loss draws numbers at all."""
     by_row = (eqn.params.get("name") == DRAWN_BY_ROW for eqn in equations(jaxpr, but=DRAWN_BY_ROW))
-    return draws_otherwise(jaxpr) or any(by_row)
+    return draws_otherwise(jaxpr, 0) or any(by_row)
 
 
 def _carries(key: Any) -> bool:

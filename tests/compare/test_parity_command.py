@@ -396,8 +396,8 @@ CUT = dataclasses.replace(decoder.stages(decoder.tiny()), stacked=jt.Stack(virtu
 )
 def test_stacked_parameters_are_those_of_the_experiments_stack(changes, layers):
     experiment = jt.Experiment.of(
-        **dict.fromkeys(("init_fn", "loss_fn", "optimizer", "batch", "train_batches")),
-        **{"name": "stacked", "steps": 1} | changes,
+        **dict.fromkeys(("init_fn", "optimizer", "batch", "train_batches")),
+        **{"name": "stacked", "steps": 1, "loss_fn": len} | changes,
     )
     params = {"blocks": {"q": np.zeros((6, 3, 3))}, "embed": np.zeros((6, 3))}
     if experiment.stack.key == "blocks":

@@ -398,7 +398,7 @@ def test_bad_stores_are_named(texts, tmp_path, monkeypatch):
         data.write_store(Split(split.train, []), BYTES, tmp_path / "b" / "store").held_out(9)
 
 
-def test_a_damaged_store_is_named_and_never_trained_on(texts, tmp_path, capsys):
+def test_a_damaged_store_is_named_where_it_is_read_or_verified(texts, tmp_path, capsys):
     path = tmp_path / "store"
     about = data.write_store(data.text_folder(texts), BYTES, path).manifest
     status, said, _ = command(capsys, "data", str(path), "--verify")

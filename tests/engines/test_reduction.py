@@ -276,7 +276,14 @@ def drawn_with_split_keys(params, batch, rng):
     return masked(params, dict(batch) | {"x": batch["x"] + noise}, None)
 
 
+@jt.row_wise
+def dropped_in_vmap(params, batch, rng):
+    x = jax.vmap(lambda row: drop(row, 0.5, rng))(batch["x"])
+    return masked(params, dict(batch) | {"x": x}, None)
+
+
 WHOLE = {
+    dropped_in_vmap: "draws numbers otherwise than by jaxtrain.ops.numerics.drop",
     drawn_with_split_keys: "draws numbers otherwise than by jaxtrain.ops.numerics.drop",
     contrastive: "not declared a sum over rows",
     drawn_whole: "draws numbers otherwise than by jaxtrain.ops.numerics.drop",
@@ -290,7 +297,7 @@ WHOLE = {
         contrastive,
         *(
             pytest.param(x, marks=pytest.mark.slow)
-            for x in (drawn_whole, drawn_with_split_keys, with_the_last)
+            for x in (drawn_whole, drawn_with_split_keys, dropped_in_vmap, with_the_last)
         ),
     ],
     ids=lambda loss: loss.__name__,

@@ -200,6 +200,18 @@ def test_conversations_are_read_as_those_of_a_store(made, name, tmp_path):
     assert built.data.batch == gpt.outline(config).data.batch
 
 
+@pytest.mark.parametrize("kind", ["texts.jsonl", "store"])
+def test_a_template_that_nothing_would_use_is_refused(made, kind, tmp_path):
+    path = made / kind
+    if kind == "store":  # of conversations, which were rendered when it was made
+        pytest.importorskip("jinja2")
+        path = tmp_path / kind
+        flags = ("--data", str(made / "chat.jsonl"), "--out", str(path), "--workers", "1")
+        assert cli.main(["tokenize", *flags, "--chat-template", "chatml"]) == 0
+    with pytest.raises(ValueError, match=r"is .gone.jinja., and --data .* has no rows"):
+        gpt.build(gpt.Config(data=str(path), chat_template="gone.jinja"))
+
+
 def test_the_loss_of_old_text_is_measured_beside_the_new_and_before_and_after(made, tmp_path):
     flags = {"init_from": str(made / "decoder"), "tokenizer": "bytes", "seq_len": 32}
     one = gpt.build(gpt.Config(data=str(made / "texts.jsonl"), **flags))

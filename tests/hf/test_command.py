@@ -194,12 +194,12 @@ def test_conversations_are_tuned_sampled_and_answered(chat_folder, tmp_path, cap
     assert "is neither a run nor a Hugging Face folder" in capsys.readouterr().err
 
 
-def test_conversations_without_a_template_are_sent_to_the_command_that_takes_one(tmp_path):
+def test_conversations_without_a_template_are_told_of_the_flag_and_who_takes_it(tmp_path):
     pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
     rows = [{"messages": each} for each in CONVERSATIONS]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
-    mend = "make a store of such conversations by `jaxtrain tokenize --chat-template chatml`"
+    mend = "conversations need a template: give --chat-template chatml, as experiments.gpt, "
     for name in ("chat.jsonl", "chat.parquet"):
         for field in ("text", "messages"):
             with pytest.raises(ValueError, match=mend):

@@ -140,7 +140,11 @@ def test_a_function_of_a_users_that_is_named_as_ours_does_not_draw_by_row():
 
     def draws(function):
         traced = jax.make_jaxpr(functools.partial(function, x=jnp.ones((4, 3))))
-        return draws_otherwise(traced(jax.random.key(0)).jaxpr)
+        return draws_otherwise(traced(jax.random.key(0)).jaxpr, 4)
 
     assert draws(drawn_by_row)
     assert not draws(lambda key, x: drop(x, 0.5, key))
+    # One row at a time, with a key for all or for each, and what are no rows.
+    assert draws(lambda key, x: jax.vmap(lambda x: drop(x, 0.5, key))(x))
+    assert draws(lambda key, x: jax.vmap(lambda x, k: drop(x, 0.5, k))(x, jax.random.split(key, 4)))
+    assert draws(lambda key, x: drop(x.T, 0.5, key))

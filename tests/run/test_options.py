@@ -273,6 +273,9 @@ def test_the_rate_follows_the_rows_of_an_update(flags, factor, monkeypatch):
         ({"rate_multipliers": ("^a",)}, "`rate_multipliers` is '^a': write it as ^head/=0.1"),
         ({"accumulate_ramp": ("1",)}, "`accumulate_ramp` is '1': write it as 1:500"),
         ({"accumulate_ramp": ("1:0",)}, "`accumulate_ramp` is 0; it must be at least 1"),
+        ({"accumulate_ramp": ("0:1",)}, "`accumulate_ramp` is 0; it must be at least 1"),
+        ({"accumulate": 41}, "--steps is 40: the first update takes 41 steps (`accumulate`)"),
+        ({"accumulate_ramp": ("50:1",)}, "--steps is 40: the first update takes 50 steps"),
         ({"batch_scaling": "sqrt"}, "`batch_scaling` is 'sqrt': give `base_batch` too"),
         ({"base_batch": 8}, "`base_batch` is 8: the rows of a step are not known here"),
         ({"clip_norm": None, "clip_order": 1.0}, "give `clip_norm` too"),
@@ -288,7 +291,7 @@ def test_flags_of_an_optimizer_that_a_module_replaces_are_refused():
     def build(flags, read):
         config = parse(jt.Config, ["--optimizer.learning-rate", *flags.split()])
         own = optax.sgd(config.optimizer.learning_rate if read else 0.1)
-        given = {"init_fn": None, "loss_fn": None, "batch": None, "train_batches": None}
+        given = {"init_fn": None, "loss_fn": len, "batch": None, "train_batches": None}
         return config.experiment("own", optimizer=own, **given)
 
     build("0.2 --optimizer.ema 0.9", read=True)

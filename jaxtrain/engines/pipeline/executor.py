@@ -35,7 +35,7 @@ from jaxtrain.precision import Policy, as_policy
 from jaxtrain.sharding.collectives import Shards
 from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.placement import Gather
-from jaxtrain.sharding.row_keys import microbatch_keys
+from jaxtrain.sharding.row_keys import microbatch_keys, row_count
 from jaxtrain.sharding.specs import names_of, tidy, within
 from jaxtrain.stages import Stages, loss_from_stages
 from jaxtrain.tree import PyTree, by_paths, map_named, named_leaves, widen
@@ -114,7 +114,8 @@ def pipeline(
             shardings=gradient_shardings,
             obstacle=why_not(whole),
         )
-        key, _ = microbatch_keys(functools.partial(whole, params, batch), rng, microbatches)
+        drawing, rows = functools.partial(whole, params, batch), row_count(batch)
+        key, _ = microbatch_keys(drawing, rng, microbatches, rows=rows)
         keys_M = jax.vmap(key)(jnp.arange(microbatches))
         taken = dataclasses.replace(plan, shards=shards)
         entered, params, batch = _enter(taken, params, batch, gather, gradient_shardings)
