@@ -103,6 +103,26 @@ def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     )
 
 
+def is_a(kind: Any) -> Callable[[Any], bool]:
+    """Returns the predicate of what is of a type (or one of several), for ``is_leaf``."""
+    return lambda x: isinstance(x, kind)
+
+
+def map_kind(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Maps a function over what is of a type in a tree; other leaves stay.
+
+    >>> map_kind(str, len, {"a": "word", "b": 2.5})
+    {'a': 4, 'b': 2.5}
+    """
+    is_kind = is_a(kind)
+    return jax.tree.map(lambda x: function(x) if is_kind(x) else x, tree, is_leaf=is_kind)
+
+
+def nodes_of(kind: Any, tree: Any) -> list[Any]:
+    """Returns all that is of a type in a tree."""
+    return list(filter(is_a(kind), jax.tree.leaves(tree, is_leaf=is_a(kind))))
+
+
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns a bool scalar: no floating-point leaf holds an infinity or a NaN."""
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -62,7 +62,7 @@ from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.sharding.stack import Stack, StackedLeaf
 from jaxtrain.stages import Stages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, key_data, named_leaves, owner_of
+from jaxtrain.tree import PyTree, is_a, key_data, map_kind, named_leaves, nodes_of, owner_of
 
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2, "pure_bf16": 5e-2, "fp16": 5e-3}  # by policy
 TOLERANCES |= dict.fromkeys(RECIPES, 5e-2)
@@ -370,7 +370,7 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
             before = place(state, program)
             state, parts = run_step(program, state, batch)
             # A copy, for the next step is given the state to write over.
-            gradients = _copy([node.found for node in _compared_in(state)])
+            gradients = _copy([node.found for node in nodes_of(Compared, state)])
             run.append(Step(before, jax.device_get(batch), gradients, parts))
     return run
 
@@ -403,7 +403,7 @@ def difference_on(alone: Program, program: Program, reference: Sequence[Step]) -
 
 def _replaying(step: Step) -> TrainState:
     gradients = iter(step.gradients)
-    return _map_compared(lambda node: node._replace(given=next(gradients)), step.before)
+    return map_kind(Compared, lambda node: node._replace(given=next(gradients)), step.before)
 
 
 def run_step(
@@ -417,12 +417,11 @@ def run_step(
     means = program.evaluate(state)
     state, metrics = program.train(state, batch)
     stack = program.experiment.stack
-    order = jax.tree.map(
-        _in_order, stack.in_order(state), is_leaf=lambda x: isinstance(x, StackedLeaf)
-    )
+    joined = lambda leaf: leaf.order.join(np.asarray(leaf.array))  # noqa: E731
+    order = map_kind(StackedLeaf, joined, stack.in_order(state))
     stack = Stack(stack.key)
-    gradients = [node.found for node in _compared_in(order)]
-    order = _map_compared(lambda node: None, order)
+    gradients = [node.found for node in nodes_of(Compared, order)]
+    order = map_kind(Compared, lambda node: None, order)
     parts = {
         "evaluation": {name: {name: np.asarray(mean)} for name, mean in means.items()},
         "loss": {"": {"loss": np.asarray(jax.device_get(metrics["loss"]))}},
@@ -451,11 +450,7 @@ def place(state: TrainState, like: Program) -> TrainState:
 
     # The step donates what it is given, and device_put shares buffers with its argument (even with
     # may_alias=False, where it copies to more devices).
-    return _copy(jax.tree.map(moved, order, state, is_leaf=lambda x: isinstance(x, StackedLeaf)))
-
-
-def _in_order(leaf: Any) -> Any:
-    return leaf.order.join(np.asarray(leaf.array)) if isinstance(leaf, StackedLeaf) else leaf
+    return _copy(jax.tree.map(moved, order, state, is_leaf=is_a(StackedLeaf)))
 
 
 @jax.jit
@@ -480,20 +475,6 @@ def _compared(replays: bool) -> optax.GradientTransformation:
             Compared(grads, state.given),
         ),
     )
-
-
-def _is_compared(x: Any) -> bool:
-    return isinstance(x, Compared)
-
-
-def _map_compared(function: Callable[[Compared], Any], state: PyTree) -> PyTree:
-    """Maps what optimizers compare, wherever in the state a method keeps them."""
-    each = lambda x: function(x) if _is_compared(x) else x  # noqa: E731
-    return jax.tree.map(each, state, is_leaf=_is_compared)
-
-
-def _compared_in(state: PyTree) -> list[Compared]:
-    return list(filter(_is_compared, jax.tree.leaves(state, is_leaf=_is_compared)))
 
 
 def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:
