@@ -1,21 +1,18 @@
 """Facts of a run, for its header and its report, and its conclusion."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxtrain.build import build_step, natural
+from jaxtrain.build import natural
 from jaxtrain.compile import CompiledStep
 from jaxtrain.decisions import describe
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
 from jaxtrain.host.paths import as_path
-from jaxtrain.planning import by_layer
-from jaxtrain.planning.estimate import estimate_traced, trace_step
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import CONCLUSION, Journal
 from jaxtrain.run.observe.report.command import leave_report
@@ -59,25 +56,6 @@ def header_facts(
         + "; ".join(check.name for check in train.checks),
         **describe(train.findings),
     }
-
-
-def memory_facts(
-    experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
-) -> dict[str, Any]:
-    """Divides a compiled step's memory into parts, for the report; the arguments are those of
-    :func:`header_facts`. Returns bytes on one device: ``peak``, by the compiler, and ``parts``, a
-    list of the fields of :class:`jaxtrain.planning.by_layer.Part`. ``kept`` is 0 if the estimate
-    cannot follow the step."""
-    train, kept = next(iter(programs.values())), {}
-    given = (state, experiment.data.batch, mesh, experiment.laid.rules)
-    with contextlib.suppress(Exception):  # It is for a picture alone, which must stop no run.
-        traced = train.jaxpr
-        if experiment.layout.steps_per_call > 1:
-            traced = trace_step(build_step(experiment, state, mesh), *given)
-        kept = estimate_traced(traced, *given, kind=mesh.devices.flat[0].platform).kept
-    layers = by_layer.layers_per_device(experiment, state, mesh)
-    parts = [dataclasses.asdict(part) for part in by_layer.parts_of(state, kept, layers)]
-    return {"peak": train.memory_bytes, "parts": parts}
 
 
 def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:
