@@ -335,7 +335,8 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
         given = {"layout": layout, "gather": "model", "policy": "bf16", "loss_fn": masked} | given
         given |= {"optimizer": chain(), "batch": rows(), "rules": jt.Rules(RULES)}
         own = jt.Experiment.of(name="toy", init_fn=init, train_batches=None, steps=1, **given)
-        return choose_gather(own, make_abstract_state(own, mesh), mesh)
+        state = make_abstract_state(own, mesh)
+        return choose_gather(own, state, mesh, jt.gradient_shardings(state))
 
     state = jt.abstract_state(init, chain(), mesh=mesh, rules=RULES)
     split = 2 * LAYERS * WIDTH * HIDDEN
