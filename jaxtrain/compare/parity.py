@@ -30,6 +30,7 @@ import functools
 import io
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -73,15 +74,21 @@ DEVICES = 8
 # Half of the time would be LLVM's; it knows nothing of meshes. XLA's CPU compiler keeps one core
 # busy, so several programs are compiled at once.
 COMPILERS, AHEAD = 2, 8
-COMPILER_OPTIONS: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_allow_excess_precision": False,  # see the top of this module
-}
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # XLA refuses an option that it does not know
-    COMPILER_OPTIONS |= {
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_llvm_disable_expensive_passes": True,
-    }
+    QUICK |= {"xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
+COMPILER_OPTIONS = QUICK | {"xla_allow_excess_precision": False}  # see the top of this module
+
+
+def set_flags(options: Mapping[str, Any]) -> None:
+    """Has this process compile all programs with options of XLA, unless XLA_FLAGS says so; to be
+    called before JAX finds its devices."""
+    # On a busy machine simulated devices may be late for a collective by more than 40 s, upon which
+    # XLA would abort the process.
+    options = options | {"xla_cpu_collective_call_terminate_timeout_seconds": 600}
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+    if jax.__version_info__ < (0, 11):  # XLA ends a process for a flag that it does not know.
+        os.environ.setdefault("XLA_FLAGS", flags)
 
 
 LAYOUTS = (
