@@ -80,7 +80,7 @@ def search(
         many as :data:`COMPILE_SECONDS` hold, and at least one.
       seconds: of the whole search. After :data:`WALKING` of them, as soon as some layout fits, no
         further mesh is looked at; after all of them the compiler is no longer waited for.
-      typed: flags that were typed: ``pipeline.schedule`` or ``pipeline.virtual`` among them stay.
+      typed: fields that flags have set: ``pipeline.schedule`` or ``pipeline.virtual`` stay.
       progress: called with a line of text now and then.
       watch: called once at the start with a function that any thread may ask for what was found so
         far.

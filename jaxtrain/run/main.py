@@ -15,6 +15,7 @@ import pathlib
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 import jax
@@ -401,6 +402,14 @@ def load_config(module_name: str, flags: Sequence[str], *, command: str) -> tupl
         module, default = module.choose(flags)
     program = f"jaxtrain {command} {module_name}"
     return module, _read_flags(module.Config, flags, default, program)
+
+
+def typed_fields(config: Any, flags: Sequence[str], others: Mapping[str, Any]) -> set[str]:
+    """Returns the fields of a config's layout that its flags have set: those that keep their values
+    where the defaults are ``others``, values by dotted name that are not the config's."""
+    default = dataclasses.replace(config, layout=config.layout.with_(others))
+    found = _read_flags(type(config), flags, default, program_name())
+    return {name for name in others if attrgetter(name)(found.layout) != others[name]}
 
 
 def module_name(config_type: type) -> str:
