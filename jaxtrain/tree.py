@@ -5,7 +5,7 @@ path ``blocks/attn/q``. Attributes of dataclasses and named tuples and indices o
 too, so the optimizer state of that parameter ends in the same words: ``0/mu/blocks/attn/q``.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,25 @@ import jax.numpy as jnp
 
 PyTree = Any
 SEPARATOR = "/"
-# Begins the word under which an optimizer keeps the state of stacked layers, their counters too.
-LAYER_GROUP = "layersx"
+
+
+class LayerGroup(str):
+    """The key under which an optimizer keeps the state of so many stacked layers, their counters
+    too; ``sizes`` are those of their axes, where the number alone does not say which they are.
+
+    >>> LayerGroup(12), LayerGroup(12, (2, 6)).layers
+    ('layersx12', 12)
+    """
+
+    layers: int
+
+    def __new__(cls, layers: int, sizes: Sequence[int] = ()) -> "LayerGroup":
+        self = super().__new__(cls, "layersx" + "x".join(map(str, sizes or (layers,))))
+        self.layers, self._sizes = layers, tuple(sizes)
+        return self
+
+    def __getnewargs__(self) -> tuple[int, tuple[int, ...]]:  # for copies
+        return self.layers, self._sizes
 
 
 class LayerRows(NamedTuple):
