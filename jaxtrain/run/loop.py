@@ -39,6 +39,7 @@ from jaxtrain.run.hooks.stopping import ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.owned_log import OwnedLog
 from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
@@ -503,7 +504,7 @@ def _best(experiment: Experiment, abstract: TrainState, checkpoints: Checkpointe
     step = checkpoints.best_step()
     if step is None:
         return None
-    means = {name.removeprefix("eval/"): x for name, x in checkpoints.metrics(step).items()}
+    means = {Metric.of(name).name: x for name, x in checkpoints.metrics(step).items()}
     read = functools.partial(checkpoints.restore, step=step)
     return Best(step, means, functools.partial(build.restore_state, experiment, abstract, read))
 

@@ -15,6 +15,7 @@ from jaxtrain.host import distributed, memory
 from jaxtrain.host.paths import as_path
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import CONCLUSION, Journal
+from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.report.command import leave_report
 from jaxtrain.run.observe.report.records import read_run
 from jaxtrain.sharding.mesh import describe_mesh
@@ -79,7 +80,8 @@ def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:
 def since_start(run_dir: str, evaluation: Mapping[str, Any]) -> list[str]:
     """Says how held-out losses have changed since before the first step, where they were evaluated
     then."""
-    found, names = [], [n for n in evaluation if n == "loss" or n.endswith("/loss")]
+    found = []
+    names = [name for name in evaluation if Metric("eval", name).is_held_out_loss]
     with contextlib.suppress(OSError, ValueError):  # a log that cannot be read ends no run
         series = read_run(as_path(run_dir), "").series
         for name in names:
