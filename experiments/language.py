@@ -386,7 +386,7 @@ def perplexity(means: Mapping[str, Any]) -> dict[str, float]:
         return {"perplexity": float(np.exp(means["loss"] - means.get("z_loss", 0.0)))}
 
 
-def of_text(
+def text_fields(
     config: Config,
     step: jt.Experiment,
     tokenizer: data.Tokenizer,
