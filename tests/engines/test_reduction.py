@@ -20,6 +20,7 @@ from jaxtrain.host.chips import chip_of
 from jaxtrain.ops.numerics import drop
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.state import local_bytes
+from tests import problems
 from tests.problems import record_gradients
 
 ROWS, MICROBATCHES, TOLERANCE = 32, 4, 1e-5
@@ -93,10 +94,7 @@ def train(loss_fn, mesh=None, *, stack=jt.Stack(), zero=0, policy=None, **option
 
 
 def agree(found, expected, tolerance=TOLERANCE):
-    # [V, L / V, ...] is [L, ...] reshaped.
-    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
-    errors = {part: worst(found[part], expected[part]) for part in expected}
-    assert not {part: e for part, e in errors.items() if e[0] > tolerance}, errors
+    problems.assert_agree(found, expected, tolerance)
 
 
 def batch_collectives(step, mesh):
