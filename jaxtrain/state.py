@@ -23,6 +23,7 @@ from jaxtrain.sharding.rules import (
     ruled_shardings,
     state_shardings,
 )
+from jaxtrain.sharding.specs import names_of
 from jaxtrain.sharding.stack import of_model
 from jaxtrain.tree import PyTree, by_paths, combine, map_named, named_leaves, partition
 
@@ -211,37 +212,26 @@ def describe_sharding(state: PyTree) -> str:
     w          2x3    float32  whole            24
     total                                       24
     """
-    listed = named_leaves(state.params if isinstance(state, TrainState) else state)
+    listed, totals = named_leaves(state), {}
     if isinstance(state, TrainState):
-        listed |= named_leaves({"model_state": state.model_state})
+        listed = named_leaves(state.params) | named_leaves({"model_state": state.model_state})
+        totals["parameters"] = local_bytes(state.params)
+        totals["optimizer state"] = local_bytes(state.opt_state)
+        if hosted := host_bytes(state.opt_state):
+            totals["optimizer state on the host"] = hosted
+        if state.model_state is not None:
+            totals["model state"] = local_bytes(state.model_state)
+    totals["total"] = local_bytes(state)
     rows = [("parameter", "shape", "dtype", "spec", "bytes/device")]
     for name, leaf in listed.items():
         spec = getattr(getattr(leaf, "sharding", None), "spec", P())
-        text = ", ".join(
-            "-" if e is None else "+".join((e,) if isinstance(e, str) else e) for e in spec
-        )
-        split = any(entry is not None for entry in spec)
+        text = ", ".join("+".join(names_of(entry)) or "-" for entry in spec)
         shape = "x".join(map(str, leaf.shape)) or "scalar"
-        rows.append(
-            (name, shape, str(leaf.dtype), text if split else "whole", f"{local_bytes(leaf):,}")
-        )
-    if isinstance(state, TrainState):
-        rows.append(("parameters", "", "", "", f"{local_bytes(state.params):,}"))
-        rows.append(("optimizer state", "", "", "", f"{local_bytes(state.opt_state):,}"))
-        if hosted := host_bytes(state.opt_state):
-            rows.append(("optimizer state on the host", "", "", "", f"{hosted:,}"))
-        if state.model_state is not None:
-            rows.append(("model state", "", "", "", f"{local_bytes(state.model_state):,}"))
-    rows.append(("total", "", "", "", f"{local_bytes(state):,}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = [
-        "  ".join(
-            [c.ljust(w) for c, w in zip(row[:4], widths[:4], strict=True)]
-            + [row[4].rjust(widths[4])]
-        )
-        for row in rows
-    ]
-    return "\n".join(lines)
+        split = text if any(spec) else "whole"
+        rows.append((name, shape, str(leaf.dtype), split, f"{local_bytes(leaf):,}"))
+    rows += [(name, "", "", "", f"{size:,}") for name, size in totals.items()]
+    *widths, last = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1].rjust(last)]) for row in rows)
 
 
 def shapes_on(tree: PyTree, shardings: PyTree) -> PyTree:
