@@ -386,7 +386,7 @@ def perplexity(means: Mapping[str, Any]) -> dict[str, float]:
         return {"perplexity": float(np.exp(means["loss"] - means.get("z_loss", 0.0)))}
 
 
-def text_fields(
+def of_text(
     config: Config,
     step: jt.Experiment,
     tokenizer: data.Tokenizer,

@@ -119,7 +119,7 @@ def build(config: Config) -> jt.Experiment:
     fingerprints = {"text": train.fingerprint, "held_out_text": held_out.fingerprint}
     return step.with_(
         **config.batches_of(train, held_out),
-        **language.text_fields(config, step, text.tokenizer, fingerprints),
+        **language.of_text(config, step, text.tokenizer, fingerprints),
         facts=language.facts(config, model, own),
         conclude=functools.partial(conclude, config, model, text.tokenizer, train, held_out),
     )

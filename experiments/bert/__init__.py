@@ -105,7 +105,7 @@ def build(config: Config) -> jt.Experiment:
     told |= label_fields(text.classes) if text.classes else {}
     return step.with_(
         **config.batches_of(text.train, text.held_out),
-        **language.text_fields(config, step, tokenizer, text.fingerprints, special_tokens=told),
+        **language.of_text(config, step, tokenizer, text.fingerprints, special_tokens=told),
         facts=language.facts(config, model, facts(config, text)),
         conclude=functools.partial(task.conclude, config, model, text),
         **text.more,

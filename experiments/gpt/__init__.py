@@ -125,9 +125,7 @@ def build(config: Config) -> jt.Experiment:
     return step.with_(
         **config.batches_of(rows, held_out_rows),
         **mixture,
-        **language.text_fields(
-            config, step, tokenizer, fingerprints, chat_template=text.chat_template
-        ),
+        **language.of_text(config, step, tokenizer, fingerprints, chat_template=text.chat_template),
         facts=language.facts(config, model, facts(config, texts, rows)),
         conclude=functools.partial(conclude, config, model, tokenizer, texts | old),
         show=lambda state, means: (

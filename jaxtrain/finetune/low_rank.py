@@ -20,7 +20,6 @@ from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import (
     PyTree,
-    is_a,
     map_kind,
     map_named,
     named_leaves,
@@ -83,9 +82,8 @@ class LoRA(Change):
 
     def freeze(self, params: PyTree) -> PyTree:
         """Returns the mask of what stays: all but the additions and what ``train`` names."""
-        is_added = is_a(LowRank)
-        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_added)
-        added = {f"{path_name(path)}/{x}" for path, leaf in leaves if is_added(leaf) for x in "ab"}
+        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_added)
+        added = {f"{path_name(path)}/{x}" for path, leaf in leaves if _is_added(leaf) for x in "ab"}
         added |= {name for name in named_leaves(params) if name.endswith("/magnitude")}
         masks.check_matches("train", self.train, params)
         trains = lambda name: name in added or any(re.search(p, name) for p in self.train)  # noqa: E731
@@ -98,3 +96,7 @@ class LoRA(Change):
 
     def rules(self, rules: Rules | Sequence[Rule], shapes: PyTree) -> Rules:
         return kernel_rules(rules, shapes)
+
+
+def _is_added(x: Any) -> bool:
+    return isinstance(x, LowRank)
