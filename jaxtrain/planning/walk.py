@@ -40,7 +40,7 @@ from jaxtrain.flops import (
     product_dimensions,
     product_flops,
 )
-from jaxtrain.ops.attention import KERNEL_SCOPE
+from jaxtrain.ops.attention import in_fused_kernel
 from jaxtrain.planning.liveness import Buffer, Liveness
 from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value
 from jaxtrain.sharding.specs import entries_of, names_of
@@ -157,7 +157,7 @@ class CostInterpreter(Partitioner):
             inputs = [_read(env, v) for v in equation.invars]
             outside = self.fused_kernel
             stack = getattr(getattr(equation, "source_info", None), "name_stack", "")
-            self.fused_kernel = outside or KERNEL_SCOPE in str(stack)
+            self.fused_kernel = outside or in_fused_kernel(str(stack))
             if (called := inner_jaxpr(equation)) is not None:
                 inner, consts = getattr(called, "jaxpr", called), getattr(called, "consts", [])
                 inner_env = dict(zip(inner.constvars, map(_constant, consts), strict=True))
