@@ -113,7 +113,7 @@ def build(config: Config) -> jt.Experiment:
     height, width = images.shape[:2]
     if config.crop >= min(height, width):
         raise ValueError(f"--crop is {config.crop}: images have {height}x{width} pixels; give less")
-    make = {"convnet": of_convnet, "vit": of_vit}[config.model]
+    make = {"convnet": convnet_fields, "vit": vit_fields}[config.model]
     rows = images.train
     if config.crop or config.flip or config.mixup:
         rows = data.Augmented(rows, config.seed, config.crop, config.flip, config.mixup)
@@ -164,7 +164,7 @@ def about(config: Config, images: data.LabelledImages, sizes: Mapping[str, Any])
     return f"{config.init_from} with {head}" + (f", {told}" if told else "")
 
 
-def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
+def convnet_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
     """The arguments of an experiment that are its model, a ConvNet."""
     model = convnet.ConvNetConfig(image=images.shape, classes=len(images.classes), **sizes)
 
@@ -180,7 +180,7 @@ def of_convnet(config: Config, images: data.LabelledImages, **sizes: Any) -> dic
     }
 
 
-def of_vit(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
+def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
     """The arguments of an experiment that are its model, a vision transformer."""
     source, shape = config.source, {"classes": len(images.classes), **sizes}
     if source is None:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -43,9 +43,9 @@ def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:
 
 def make_abstract_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     """Returns the state's shapes, dtypes and shardings."""
-    laid, start = experiment.laid, experiment.method.start
-    state = abstract_state(laid.init_fn, laid.optimizer, **_state_options(experiment, mesh))
-    if start is None:
+    laid, options = experiment.laid, _state_options(experiment, mesh)
+    state = abstract_state(laid.init_fn, laid.optimizer, **options)
+    if (start := experiment.method.start) is None:
         return state
     shapes = jax.eval_shape(start, state)
     return shapes_on(shapes, train_state_shardings(shapes, mesh, **_placing(experiment)))
@@ -53,17 +53,12 @@ def make_abstract_state(experiment: Experiment, mesh: Mesh) -> TrainState:
 
 def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     """Creates the initial state on the mesh."""
-    laid, start = experiment.laid, experiment.method.start
-    state = init_state(
-        laid.init_fn,
-        laid.optimizer,
-        jax.random.key(experiment.seed),
-        params=laid.params and laid.params(),
-        **_state_options(experiment, mesh),
-    )
-    if start is None:
+    laid, options = experiment.laid, _state_options(experiment, mesh)
+    rng, params = jax.random.key(experiment.seed), laid.params and laid.params()
+    state = init_state(laid.init_fn, laid.optimizer, rng, params=params, **options)
+    if (start := experiment.method.start) is None:
         return state
-    places = train_state_shardings(jax.eval_shape(start, state), mesh, **_placing(experiment))
+    places = jax.tree.map(lambda x: x.sharding, make_abstract_state(experiment, mesh))
     return jax.jit(start, out_shardings=places)(state)
 
 
@@ -138,11 +133,16 @@ def compile_train(
     state: TrainState,
     mesh: Mesh,
     *,
+    steps: int | None = None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> CompiledStep:
-    """Compiles the train step for a state on the mesh (shapes with shardings suffice)."""
+    """Compiles the train step for a state on the mesh (shapes with shardings suffice); with
+    ``steps``, a call of so many, which takes a list of batches."""
+    step, batch = build_step(experiment, state, mesh), experiment.data.batch
+    if steps is not None:
+        step, batch = scan_steps(step), [batch] * steps
     how = {"mesh": mesh, "compiler_options": compiler_options} | experiment.compiled_with
-    return compile_step(build_step(experiment, state, mesh), state, experiment.data.batch, **how)
+    return compile_step(step, state, batch, **how)
 
 
 def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
@@ -152,8 +152,9 @@ def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
       ValueError: for a pipeline of an experiment without stages, with model state or an engine of
         its own, or with ``accumulate`` (a pipeline's microbatches are that).
     """
-    chosen = choose_gather(experiment, state, mesh)
-    plain_step = _step_that_gathers(experiment, state, mesh, chosen.gather)
+    shardings = gradient_shardings(state, zero=experiment.layout.zero)
+    chosen = choose_gather(experiment, state, mesh, shardings)
+    plain_step = _step_that_gathers(experiment, mesh, chosen.gather, shardings)
 
     @functools.wraps(plain_step)
     def reported(state: TrainState, batch: PyTree) -> tuple[TrainState, PyTree]:
@@ -171,13 +172,15 @@ def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
     return step
 
 
-def choose_gather(experiment: Experiment, state: TrainState, mesh: Mesh) -> Gathered:
+def choose_gather(
+    experiment: Experiment, state: TrainState, mesh: Mesh, shardings: PyTree
+) -> Gathered:
     """Decides when a train step gathers its weights.
 
     Unless the experiment says so, it is once per step where several microbatches share them, the
     model could do it layer by layer as well, and the state with all that is then kept takes at most
     half of a device's memory, by its kind. The other half is for activations. Of the state, shapes
-    with shardings suffice.
+    with shardings suffice; ``shardings`` are those of its gradients (:func:`gradient_shardings`).
 
     Raises:
       ValueError: the layout asks for what the loss or the model cannot.
@@ -199,7 +202,6 @@ def choose_gather(experiment: Experiment, state: TrainState, mesh: Mesh) -> Gath
         return Gathered("step" if asked == "step" else own, Why.ASKED())
     more = 0
     if own == "model" and obstacle is None and isinstance(mesh, Mesh):
-        shardings = gradient_shardings(state, zero=experiment.layout.zero)
         more = kept_by_gathering(state.params, shardings, experiment.policy.compute_dtype)
     if more == 0:
         return Gathered(own)
@@ -226,10 +228,9 @@ def why_not_once(experiment: Experiment, *, piped: bool = False) -> Reason | Non
 
 
 def _step_that_gathers(
-    experiment: Experiment, state: TrainState, mesh: Mesh, gather: Gather | None
+    experiment: Experiment, mesh: Mesh, gather: Gather | None, shardings: PyTree
 ) -> Step:
     layout, laid = experiment.layout, experiment.laid
-    shardings = gradient_shardings(state, zero=layout.zero)
     if mesh.shape.get("pipe", 1) == 1:
         return build_train_step(
             laid.loss_fn,
@@ -315,18 +316,9 @@ def compile_loop(
     if steps_per_call == 1:
         train = compile_train(experiment, state, mesh)
         return train, {1: train}
-    lengths = call_lengths(start, steps, steps_per_call)
-    many = scan_steps(build_step(experiment, state, mesh))
-    how = {"mesh": mesh} | experiment.compiled_with
-    programs = {
-        n: compile_step(many, state, [experiment.data.batch] * n, **how)
-        for n in lengths or [steps_per_call]
-    }
-
-    def train(state: TrainState, batches: Sequence[PyTree]) -> Any:
-        return programs[len(batches)](state, batches)
-
-    return train, programs
+    lengths = call_lengths(start, steps, steps_per_call) or [steps_per_call]
+    programs = {n: compile_train(experiment, state, mesh, steps=n) for n in lengths}
+    return lambda state, batches: programs[len(batches)](state, batches), programs
 
 
 def build_evaluation(

@@ -35,7 +35,7 @@ from jaxtrain.planning import by_layer, nearest_fit, search
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.run import launch, replay
-from jaxtrain.run.main import Config, build_experiment, load_config, simulate_devices
+from jaxtrain.run.main import Config, build_experiment, load_config, simulate_devices, typed_fields
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
@@ -306,14 +306,19 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
 
 
 def _search(options: PlanOptions, rest: list[str], target: Target, module: Any, config: Any) -> int:
-    flags = (flag[2:].split("=")[0] for flag in rest if flag.startswith("--"))
+    typed: set[str] = set()
+    if isinstance(getattr(config, "layout", None), Layout):  # otherwise the search is refused
+        own = config.layout.pipeline
+        schedule = "gpipe" if own.schedule != "gpipe" else "1f1b"
+        others = {"pipeline.schedule": schedule, "pipeline.virtual": own.virtual + 1}
+        typed = typed_fields(config, rest, others)
     result = search.run_search(
         getattr(module, "outline", module.build),
         config,
         target,
         compile_best=options.compile_best,
         seconds=options.search_seconds,
-        typed={flag.replace("_", "-") for flag in flags},
+        typed=typed,
         tokens=options.tokens,
         price=options.price,
         as_json=options.json,

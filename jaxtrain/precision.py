@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.scaled import RECIPES, Scaled
-from jaxtrain.tree import PyTree, map_named, named_leaves
+from jaxtrain.tree import PyTree, map_named, named_leaves, nodes_of
 
 # The scope of the optimizer in a step, which computes in the dtype of the parameters on purpose.
 OPTIMIZER = "optimizer"
@@ -152,8 +152,7 @@ class Policy:
           ValueError: where ``recipe_in`` finds no kernel.
         """
         params = _cast(params, self.compute_dtype, keep=self.keep)
-        is_scaled = lambda x: isinstance(x, Scaled)  # noqa: E731
-        if self.recipe is None or any(map(is_scaled, jax.tree.leaves(params, is_leaf=is_scaled))):
+        if self.recipe is None or nodes_of(Scaled, params):
             return params  # it may have been cast already
         return self._scaled(params)
 

@@ -23,6 +23,7 @@ from jaxtrain.sharding.rules import (
     ruled_shardings,
     state_shardings,
 )
+from jaxtrain.sharding.specs import names_of
 from jaxtrain.sharding.stack import of_model
 from jaxtrain.tree import PyTree, by_paths, combine, map_named, named_leaves, partition
 
@@ -108,13 +109,9 @@ def init_state(
     Array(0, dtype=int32)
     """
     create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules, memory)
-    _check_offload(offload_optimizer, mesh)
-    if mesh is None and params is None:
-        return jax.jit(create)(rng)
-    shapes = jax.eval_shape(create, rng)
-    options = {"zero": zero, "offload_optimizer": offload_optimizer}
-    shardings = None if mesh is None else train_state_shardings(shapes, mesh, rules, **options)
-    given = _placed(params, shapes.params, shardings and shardings.params)
+    like = _abstract(create, rng, mesh, rules, zero=zero, offload_optimizer=offload_optimizer)
+    shardings = None if mesh is None else jax.tree.map(lambda x: x.sharding, like)
+    given = _placed(params, like.params)
 
     def remainder(rng: jax.Array, given: dict[str, jax.Array]) -> TrainState:
         state = create(rng, given)
@@ -122,7 +119,7 @@ def init_state(
         return dataclasses.replace(state, params=made)
 
     state = jax.jit(remainder, out_shardings=shardings)(rng, given)
-    there = by_paths(given, shapes.params)
+    there = by_paths(given, like.params)
     return dataclasses.replace(state, params=combine(there, state.params))
 
 
@@ -151,14 +148,8 @@ def abstract_state(
       A ``TrainState`` of ``jax.ShapeDtypeStruct``, to restore a checkpoint into or compile for.
     """
     create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules, memory)
-    shapes = jax.eval_shape(
-        create, jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
-    )
-    _check_offload(offload_optimizer, mesh)
-    if mesh is None:
-        return shapes
-    options = {"zero": zero, "offload_optimizer": offload_optimizer}
-    return shapes_on(shapes, train_state_shardings(shapes, mesh, rules, **options))
+    rng = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
+    return _abstract(create, rng, mesh, rules, zero=zero, offload_optimizer=offload_optimizer)
 
 
 def train_state_shardings(
@@ -221,37 +212,26 @@ def describe_sharding(state: PyTree) -> str:
     w          2x3    float32  whole            24
     total                                       24
     """
-    listed = named_leaves(state.params if isinstance(state, TrainState) else state)
+    listed, totals = named_leaves(state), {}
     if isinstance(state, TrainState):
-        listed |= named_leaves({"model_state": state.model_state})
+        listed = named_leaves(state.params) | named_leaves({"model_state": state.model_state})
+        totals["parameters"] = local_bytes(state.params)
+        totals["optimizer state"] = local_bytes(state.opt_state)
+        if hosted := host_bytes(state.opt_state):
+            totals["optimizer state on the host"] = hosted
+        if state.model_state is not None:
+            totals["model state"] = local_bytes(state.model_state)
+    totals["total"] = local_bytes(state)
     rows = [("parameter", "shape", "dtype", "spec", "bytes/device")]
     for name, leaf in listed.items():
         spec = getattr(getattr(leaf, "sharding", None), "spec", P())
-        text = ", ".join(
-            "-" if e is None else "+".join((e,) if isinstance(e, str) else e) for e in spec
-        )
-        split = any(entry is not None for entry in spec)
+        text = ", ".join("+".join(names_of(entry)) or "-" for entry in spec)
         shape = "x".join(map(str, leaf.shape)) or "scalar"
-        rows.append(
-            (name, shape, str(leaf.dtype), text if split else "whole", f"{local_bytes(leaf):,}")
-        )
-    if isinstance(state, TrainState):
-        rows.append(("parameters", "", "", "", f"{local_bytes(state.params):,}"))
-        rows.append(("optimizer state", "", "", "", f"{local_bytes(state.opt_state):,}"))
-        if hosted := host_bytes(state.opt_state):
-            rows.append(("optimizer state on the host", "", "", "", f"{hosted:,}"))
-        if state.model_state is not None:
-            rows.append(("model state", "", "", "", f"{local_bytes(state.model_state):,}"))
-    rows.append(("total", "", "", "", f"{local_bytes(state):,}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = [
-        "  ".join(
-            [c.ljust(w) for c, w in zip(row[:4], widths[:4], strict=True)]
-            + [row[4].rjust(widths[4])]
-        )
-        for row in rows
-    ]
-    return "\n".join(lines)
+        split = text if any(spec) else "whole"
+        rows.append((name, shape, str(leaf.dtype), split, f"{local_bytes(leaf):,}"))
+    rows += [(name, "", "", "", f"{size:,}") for name, size in totals.items()]
+    *widths, last = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join("  ".join([*map(str.ljust, row, widths), row[-1].rjust(last)]) for row in rows)
 
 
 def shapes_on(tree: PyTree, shardings: PyTree) -> PyTree:
@@ -288,18 +268,23 @@ def _bytes_of(leaves: Sequence[Any]) -> int:
     return sum(map(size, leaves))
 
 
-def _check_offload(offload_optimizer: bool, mesh: Mesh | None) -> None:
-    if offload_optimizer and mesh is None:
+def _abstract(create, rng, mesh: Mesh | None, rules, *, zero: int, offload_optimizer: bool):
+    """The state that ``create`` makes of a key, in shapes with the shardings that it is to have."""
+    shapes = jax.eval_shape(create, rng)
+    if mesh is not None:
+        options = {"zero": zero, "offload_optimizer": offload_optimizer}
+        return shapes_on(shapes, train_state_shardings(shapes, mesh, rules, **options))
+    if offload_optimizer:
         raise ValueError(
             "`offload_optimizer` places state on a mesh and there is none: pass mesh=make_mesh(), "
             "which one device may make"
         )
+    return shapes
 
 
-def _placed(params: PyTree, shapes: PyTree, shardings: PyTree | None) -> dict[str, jax.Array]:
+def _placed(params: PyTree, like: PyTree) -> dict[str, jax.Array]:
     """Copies of given weights by path, each in its place and in the dtype of its parameter."""
-    wanted, places = named_leaves(shapes), named_leaves(shardings)
-    given = named_leaves(params)
+    wanted, given = named_leaves(like), named_leaves(params)
     for name, leaf in given.items():
         if name not in wanted:
             raise ValueError(
@@ -316,10 +301,11 @@ def _placed(params: PyTree, shapes: PyTree, shardings: PyTree | None) -> dict[st
             )
     # The largest first: while a leaf is copied, it is in memory twice.
     order = sorted(given, key=lambda name: -wanted[name].size)
-    return {name: _copied(given[name], wanted[name].dtype, places.get(name)) for name in order}
+    return {name: _copied(given[name], wanted[name]) for name in order}
 
 
-def _copied(leaf: Any, dtype: Any, sharding: NamedSharding | None) -> jax.Array:
+def _copied(leaf: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    dtype, sharding = like.dtype, like.sharding
     if not isinstance(leaf, jax.Array):
         if sharding is None:
             return jnp.array(np.asarray(leaf), dtype)

@@ -5,7 +5,7 @@ path ``blocks/attn/q``. Attributes of dataclasses and named tuples and indices o
 too, so the optimizer state of that parameter ends in the same words: ``0/mu/blocks/attn/q``.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,25 @@ import jax.numpy as jnp
 
 PyTree = Any
 SEPARATOR = "/"
-# Begins the word under which an optimizer keeps the state of stacked layers, their counters too.
-LAYER_GROUP = "layersx"
+
+
+class LayerGroup(str):
+    """The key under which an optimizer keeps the state of so many stacked layers, their counters
+    too; ``sizes`` are those of their axes, where the number alone does not say which they are.
+
+    >>> LayerGroup(12), LayerGroup(12, (2, 6)).layers
+    ('layersx12', 12)
+    """
+
+    layers: int
+
+    def __new__(cls, layers: int, sizes: Sequence[int] = ()) -> "LayerGroup":
+        self = super().__new__(cls, "layersx" + "x".join(map(str, sizes or (layers,))))
+        self.layers, self._sizes = layers, tuple(sizes)
+        return self
+
+    def __getnewargs__(self) -> tuple[int, tuple[int, ...]]:  # for copies
+        return self.layers, self._sizes
 
 
 class LayerRows(NamedTuple):
@@ -101,6 +118,26 @@ def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
     )
+
+
+def is_a(kind: Any) -> Callable[[Any], bool]:
+    """Returns the predicate of what is of a type (or one of several), for ``is_leaf``."""
+    return lambda x: isinstance(x, kind)
+
+
+def map_kind(kind: Any, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Maps a function over what is of a type in a tree; other leaves stay.
+
+    >>> map_kind(str, len, {"a": "word", "b": 2.5})
+    {'a': 4, 'b': 2.5}
+    """
+    is_kind = is_a(kind)
+    return jax.tree.map(lambda x: function(x) if is_kind(x) else x, tree, is_leaf=is_kind)
+
+
+def nodes_of(kind: Any, tree: Any) -> list[Any]:
+    """Returns all that is of a type in a tree."""
+    return list(filter(is_a(kind), jax.tree.leaves(tree, is_leaf=is_a(kind))))
 
 
 def all_finite(tree: PyTree) -> jax.Array:

@@ -24,15 +24,11 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
 
-if jax.__version_info__ < (0, 11):  # XLA ends a process for a flag that it does not know.
-    # These programs run for microseconds: what counts is how long the compiler takes. Of the newer
-    # emitters that is three times as long. XLA_FLAGS= in the environment keeps XLA's own choices.
-    quick = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
-    quick += " --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
-    # On a busy machine eight simulated devices may be late for a collective by more than 40 s, upon
-    # which XLA would abort the process, and a worker of pytest-xdist with all that waits for it.
-    quick += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
-    os.environ.setdefault("XLA_FLAGS", quick)
+from jaxtrain.compare import parity
+
+# These programs run for microseconds: what counts is how long the compiler takes. Of the newer
+# emitters that is three times as long. XLA_FLAGS= in the environment keeps XLA's own choices.
+parity.set_flags(parity.QUICK | {"xla_cpu_parallel_codegen_split_count": 1})
 
 jax.config.update("jax_num_cpu_devices", 8)
 # What a test here compiles, it compiles: not every analysis survives the way through a file.

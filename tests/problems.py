@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.compare.parity import worst
 from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.loss import WeightedLoss
+from jaxtrain.tree import map_named
 
 ROWS, INPUTS, HIDDEN, OUTPUTS = 16, 8, 32, 4
 EXTRA = 0.1
@@ -35,6 +37,14 @@ def loss_fn(params: dict, batch: dict, rng: jax.Array | None) -> WeightedLoss:
             "half": (mask_N.sum() / 2, 1.0),
         },
     )
+
+
+def noisy_loss(params: dict, batch: dict, rng: jax.Array | None) -> WeightedLoss:
+    """``loss_fn`` with dropout on its inputs, so that whoever resumes must restore randomness."""
+    if rng is not None:
+        keep = jax.random.bernoulli(rng, 0.8, batch["x"].shape)
+        batch = batch | {"x": jnp.where(keep, batch["x"], 0.0)}
+    return loss_fn(params, batch, rng)
 
 
 def make_batch(seed: int = 0, rows: int = ROWS, keep: float = 0.7) -> dict[str, np.ndarray]:
@@ -76,6 +86,19 @@ def reference(params: dict, batch: dict, extra: float = 0.0) -> tuple[float, dic
         "down": {"kernel": hidden.T @ d_y},
     }
     return loss / parts, grads, weight
+
+
+def with_noise(params: dict, scale: float = 0.1) -> dict:
+    """Parameters of a model with noise on them, so that no bias is zero."""
+    noise = lambda name, x: jax.random.normal(jax.random.key(len(name)), x.shape)  # noqa: E731
+    return map_named(lambda name, x: x + scale * noise(name, x), params)
+
+
+def assert_agree(found: dict, expected: dict, tolerance: float) -> None:
+    """Compares parts of training, leaf by leaf; layers [V, L / V, ...] are [L, ...] reshaped."""
+    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
+    errors = {part: worst(found[part], expected[part]) for part in expected}
+    assert not {part: e for part, e in errors.items() if e[0] > tolerance}, errors
 
 
 def record_gradients() -> optax.GradientTransformation:

@@ -30,7 +30,7 @@ from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.replay import replay
 from tests import problems, small
 from tests.plugs import clipped
-from tests.run.test_loop import lines, make_experiment, noisy_loss
+from tests.run.test_loop import lines, make_experiment
 from tests.workers import poisoned
 
 BOUND, BOX = 3.0, 0.4
@@ -76,7 +76,7 @@ def losses():
 
     yield problems.loss_fn, False
     yield jax.checkpoint(dropped), False
-    others = (scalar, bits, uniform, noisy_loss, in_vmap)
+    others = (scalar, bits, uniform, problems.noisy_loss, in_vmap)
     yield from ((loss_fn, True) for loss_fn in others)
 
 

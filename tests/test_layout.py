@@ -159,3 +159,6 @@ def test_a_field_that_a_layout_gains_is_known_wherever_layouts_are(tmp_path, mon
     flags = ["--target", "cpu:8", "--doubled"]
     status, out, _ = commands.run(capsys, "plan", "own_layout", *flags)
     assert (status, "layout doubled=true" in out) == (0, True)
+    flags = ["--target", "v5e:2x2", "--search", "--compile-best", "0", "--json", "--doubled"]
+    status, out, _ = commands.run(capsys, "plan", "own_layout", *flags)
+    assert (status, {row["doubled"] for row in json.loads(out)["rows"]}) == (0, {True})

@@ -1,7 +1,7 @@
 """``jaxtrain compose``: the composition table, run and printed."""
 
 import dataclasses
-import os
+import itertools
 import pathlib
 import random
 import sys
@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-import jax
 import tyro
 
 from jaxtrain.compare import compose, parity
@@ -59,22 +58,21 @@ def run_compose(options: ComposeOptions, rest: list[str]) -> int:
             how = " ".join((*each.flags, *([f"--layout {each.layout}"] if each.layout else [])))
             print(f"{each.group:12} {each.name:28} {how or each.module or 'in Python'}")
         return 0
+    names = {each.name for each in all_of}
+    there = {} if options.out is None else read(options.out)
+    kept = {key: x for key, x in there.items() if names >= set(key)}
     cells = _chosen(options, all_of)
-    if options.missing:
-        have = read(options.out)
-        cells = [cell for cell in cells if cell.names not in have]
+    cells = [cell for cell in cells if not (options.missing and cell.names in kept)]
     # What is compiled beside the steps (the state that they begin with) takes as long as these.
-    quick = parity.COMPILER_OPTIONS | {"xla_cpu_collective_call_terminate_timeout_seconds": 600}
-    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in quick.items())
-    if jax.__version_info__ < (0, 11):  # XLA ends a process for a flag that it does not know
-        os.environ.setdefault("XLA_FLAGS", flags)
+    parity.set_flags(parity.COMPILER_OPTIONS)
     simulate_devices(parity.DEVICES)
-    found = []
-    for cell in _shown(compose.compose(cells), len(cells)):
-        found.append(cell)
-        if options.out is not None and len(found) % 20 == 0:
-            write(options.out, found, all_of)
-    kept = added({}, found) if options.out is None else write(options.out, found, all_of)
+    shown = _shown(compose.compose(cells), len(cells))
+    found = [None]
+    while found:  # Every 20 cells, so that a run that is ended leaves what it has found.
+        found = list(itertools.islice(shown, 20))
+        kept = added(kept, found)
+        if options.out is not None:
+            write(options.out, kept, all_of)
     print(markdown(kept, all_of))
     return int(any(each.outcome == "fault" for each in kept.values()))
 

@@ -30,22 +30,13 @@ class Result(NamedTuple):
 Results = Mapping[tuple[str, ...], Result]
 
 
-def write(
-    folder: pathlib.Path, found: Sequence[Cell], all_of: Sequence[Capability]
-) -> dict[tuple[str, ...], Result]:
-    """Adds cells to the results in a folder, and writes its table and page anew.
-
-    Returns:
-      All results there, of the capabilities that there are.
-    """
+def write(folder: pathlib.Path, kept: Results, all_of: Sequence[Capability]) -> None:
+    """Writes results into a folder, with their table and page."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {each.name for each in all_of}
-    kept = added({key: x for key, x in read(folder).items() if names >= set(key)}, found)
     lines = ("\t".join((" x ".join(key), *result)) for key, result in sorted(kept.items()))
     (folder / RESULTS).write_text("".join(f"{line}\n" for line in lines))
     (folder / TABLE).write_text(markdown(kept, all_of) + "\n")
     (folder / PAGE).write_text(page(kept, all_of))
-    return kept
 
 
 def read(folder: pathlib.Path) -> dict[tuple[str, ...], Result]:

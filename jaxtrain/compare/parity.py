@@ -30,6 +30,7 @@ import functools
 import io
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.sharding.stack import Stack, StackedLeaf
 from jaxtrain.stages import Stages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, key_data, named_leaves, owner_of
+from jaxtrain.tree import PyTree, is_a, key_data, map_kind, named_leaves, nodes_of, owner_of
 
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2, "pure_bf16": 5e-2, "fp16": 5e-3}  # by policy
 TOLERANCES |= dict.fromkeys(RECIPES, 5e-2)
@@ -73,15 +74,21 @@ DEVICES = 8
 # Half of the time would be LLVM's; it knows nothing of meshes. XLA's CPU compiler keeps one core
 # busy, so several programs are compiled at once.
 COMPILERS, AHEAD = 2, 8
-COMPILER_OPTIONS: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_allow_excess_precision": False,  # see the top of this module
-}
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # XLA refuses an option that it does not know
-    COMPILER_OPTIONS |= {
-        "xla_cpu_use_fusion_emitters": False,
-        "xla_llvm_disable_expensive_passes": True,
-    }
+    QUICK |= {"xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
+COMPILER_OPTIONS = QUICK | {"xla_allow_excess_precision": False}  # see the top of this module
+
+
+def set_flags(options: Mapping[str, Any]) -> None:
+    """Has this process compile all programs with options of XLA, unless XLA_FLAGS says so; to be
+    called before JAX finds its devices."""
+    # On a busy machine simulated devices may be late for a collective by more than 40 s, upon which
+    # XLA would abort the process.
+    options = options | {"xla_cpu_collective_call_terminate_timeout_seconds": 600}
+    flags = " ".join(f"--{name}={str(value).lower()}" for name, value in options.items())
+    if jax.__version_info__ < (0, 11):  # XLA ends a process for a flag that it does not know.
+        os.environ.setdefault("XLA_FLAGS", flags)
 
 
 LAYOUTS = (
@@ -370,7 +377,7 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
             before = place(state, program)
             state, parts = run_step(program, state, batch)
             # A copy, for the next step is given the state to write over.
-            gradients = _copy([node.found for node in _compared_in(state)])
+            gradients = _copy([node.found for node in nodes_of(Compared, state)])
             run.append(Step(before, jax.device_get(batch), gradients, parts))
     return run
 
@@ -403,7 +410,7 @@ def difference_on(alone: Program, program: Program, reference: Sequence[Step]) -
 
 def _replaying(step: Step) -> TrainState:
     gradients = iter(step.gradients)
-    return _map_compared(lambda node: node._replace(given=next(gradients)), step.before)
+    return map_kind(Compared, lambda node: node._replace(given=next(gradients)), step.before)
 
 
 def run_step(
@@ -417,12 +424,11 @@ def run_step(
     means = program.evaluate(state)
     state, metrics = program.train(state, batch)
     stack = program.experiment.stack
-    order = jax.tree.map(
-        _in_order, stack.in_order(state), is_leaf=lambda x: isinstance(x, StackedLeaf)
-    )
+    joined = lambda leaf: leaf.order.join(np.asarray(leaf.array))  # noqa: E731
+    order = map_kind(StackedLeaf, joined, stack.in_order(state))
     stack = Stack(stack.key)
-    gradients = [node.found for node in _compared_in(order)]
-    order = _map_compared(lambda node: None, order)
+    gradients = [node.found for node in nodes_of(Compared, order)]
+    order = map_kind(Compared, lambda node: None, order)
     parts = {
         "evaluation": {name: {name: np.asarray(mean)} for name, mean in means.items()},
         "loss": {"": {"loss": np.asarray(jax.device_get(metrics["loss"]))}},
@@ -451,11 +457,7 @@ def place(state: TrainState, like: Program) -> TrainState:
 
     # The step donates what it is given, and device_put shares buffers with its argument (even with
     # may_alias=False, where it copies to more devices).
-    return _copy(jax.tree.map(moved, order, state, is_leaf=lambda x: isinstance(x, StackedLeaf)))
-
-
-def _in_order(leaf: Any) -> Any:
-    return leaf.order.join(np.asarray(leaf.array)) if isinstance(leaf, StackedLeaf) else leaf
+    return _copy(jax.tree.map(moved, order, state, is_leaf=is_a(StackedLeaf)))
 
 
 @jax.jit
@@ -480,20 +482,6 @@ def _compared(replays: bool) -> optax.GradientTransformation:
             Compared(grads, state.given),
         ),
     )
-
-
-def _is_compared(x: Any) -> bool:
-    return isinstance(x, Compared)
-
-
-def _map_compared(function: Callable[[Compared], Any], state: PyTree) -> PyTree:
-    """Maps what optimizers compare, wherever in the state a method keeps them."""
-    each = lambda x: function(x) if _is_compared(x) else x  # noqa: E731
-    return jax.tree.map(each, state, is_leaf=_is_compared)
-
-
-def _compared_in(state: PyTree) -> list[Compared]:
-    return list(filter(_is_compared, jax.tree.leaves(state, is_leaf=_is_compared)))
 
 
 def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:

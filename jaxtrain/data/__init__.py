@@ -13,129 +13,64 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows
 (2, 8)
 """
 
-from jaxtrain.data.chat import ChatTemplate, encode_prompt, load_template
-from jaxtrain.data.images import Augmented, Images, LabelledImages, Normalized, open_images
-from jaxtrain.data.loader import (
-    ORDER_VERSION,
-    Batches,
-    BatchStream,
-    RowSource,
-    eval_batches,
-    spread,
-    whole_batches,
-)
-from jaxtrain.data.masking import (
-    CorruptedSpans,
-    Fragments,
-    MaskedTokens,
-    pair_row,
-    pair_shapes,
-    predictions,
-)
-from jaxtrain.data.mixtures import (
-    Mixture,
-    TextData,
-    conversations_in,
-    first_texts,
-    holds_pairs,
-    open_data,
-    open_tokenizer,
-    parse_data,
-    tokenizer_of_stores,
-)
-from jaxtrain.data.ngram import ngram_bits_per_byte
-from jaxtrain.data.packing import (
-    Corpus,
-    FittedTokens,
-    PackedTokens,
-    PairedTokens,
-    pack,
-    packed_shapes,
-    waste,
-)
-from jaxtrain.data.sources import (
-    Document,
-    Documents,
-    Split,
-    fields_of,
-    hash_fraction,
-    open_text,
-    python_stdlib,
-    read_rows,
-    text_folder,
-    texts_of_rows,
-)
-from jaxtrain.data.store import MappedTokens, Store, is_store, open_store
-from jaxtrain.data.tokenizers import (
-    EOD,
-    ByteTokenizer,
-    SubwordTokenizer,
-    Tokenizer,
-    trained_kind,
-)
-from jaxtrain.data.workers import WorkerRows
-from jaxtrain.data.writing import cached_store, tokenize, write_store
-
-__all__ = [
-    "EOD",
-    "ORDER_VERSION",
-    "Augmented",
-    "BatchStream",
-    "Batches",
-    "ByteTokenizer",
-    "ChatTemplate",
-    "Corpus",
-    "CorruptedSpans",
-    "Document",
-    "Documents",
-    "FittedTokens",
-    "Fragments",
-    "Images",
-    "LabelledImages",
-    "MappedTokens",
-    "MaskedTokens",
-    "Mixture",
-    "Normalized",
-    "PackedTokens",
-    "PairedTokens",
-    "RowSource",
-    "Split",
-    "Store",
-    "SubwordTokenizer",
-    "TextData",
-    "Tokenizer",
-    "WorkerRows",
-    "cached_store",
-    "conversations_in",
-    "encode_prompt",
-    "eval_batches",
-    "fields_of",
-    "first_texts",
-    "hash_fraction",
-    "holds_pairs",
-    "is_store",
-    "load_template",
-    "ngram_bits_per_byte",
-    "open_data",
-    "open_images",
-    "open_store",
-    "open_text",
-    "open_tokenizer",
-    "pack",
-    "packed_shapes",
-    "pair_row",
-    "pair_shapes",
-    "parse_data",
-    "predictions",
-    "python_stdlib",
-    "read_rows",
-    "spread",
-    "text_folder",
-    "texts_of_rows",
-    "tokenize",
-    "tokenizer_of_stores",
-    "trained_kind",
-    "waste",
-    "whole_batches",
-    "write_store",
-]
+from jaxtrain.data.chat import ChatTemplate as ChatTemplate
+from jaxtrain.data.chat import encode_prompt as encode_prompt
+from jaxtrain.data.chat import load_template as load_template
+from jaxtrain.data.images import Augmented as Augmented
+from jaxtrain.data.images import Images as Images
+from jaxtrain.data.images import LabelledImages as LabelledImages
+from jaxtrain.data.images import Normalized as Normalized
+from jaxtrain.data.images import open_images as open_images
+from jaxtrain.data.loader import ORDER_VERSION as ORDER_VERSION
+from jaxtrain.data.loader import Batches as Batches
+from jaxtrain.data.loader import BatchStream as BatchStream
+from jaxtrain.data.loader import RowSource as RowSource
+from jaxtrain.data.loader import eval_batches as eval_batches
+from jaxtrain.data.loader import spread as spread
+from jaxtrain.data.loader import whole_batches as whole_batches
+from jaxtrain.data.masking import CorruptedSpans as CorruptedSpans
+from jaxtrain.data.masking import Fragments as Fragments
+from jaxtrain.data.masking import MaskedTokens as MaskedTokens
+from jaxtrain.data.masking import pair_row as pair_row
+from jaxtrain.data.masking import pair_shapes as pair_shapes
+from jaxtrain.data.masking import predictions as predictions
+from jaxtrain.data.mixtures import Mixture as Mixture
+from jaxtrain.data.mixtures import TextData as TextData
+from jaxtrain.data.mixtures import conversations_in as conversations_in
+from jaxtrain.data.mixtures import first_texts as first_texts
+from jaxtrain.data.mixtures import holds_pairs as holds_pairs
+from jaxtrain.data.mixtures import open_data as open_data
+from jaxtrain.data.mixtures import open_tokenizer as open_tokenizer
+from jaxtrain.data.mixtures import parse_data as parse_data
+from jaxtrain.data.mixtures import tokenizer_of_stores as tokenizer_of_stores
+from jaxtrain.data.ngram import ngram_bits_per_byte as ngram_bits_per_byte
+from jaxtrain.data.packing import Corpus as Corpus
+from jaxtrain.data.packing import FittedTokens as FittedTokens
+from jaxtrain.data.packing import PackedTokens as PackedTokens
+from jaxtrain.data.packing import PairedTokens as PairedTokens
+from jaxtrain.data.packing import pack as pack
+from jaxtrain.data.packing import packed_shapes as packed_shapes
+from jaxtrain.data.packing import waste as waste
+from jaxtrain.data.sources import Document as Document
+from jaxtrain.data.sources import Documents as Documents
+from jaxtrain.data.sources import Split as Split
+from jaxtrain.data.sources import fields_of as fields_of
+from jaxtrain.data.sources import hash_fraction as hash_fraction
+from jaxtrain.data.sources import open_text as open_text
+from jaxtrain.data.sources import python_stdlib as python_stdlib
+from jaxtrain.data.sources import read_rows as read_rows
+from jaxtrain.data.sources import text_folder as text_folder
+from jaxtrain.data.sources import texts_of_rows as texts_of_rows
+from jaxtrain.data.store import MappedTokens as MappedTokens
+from jaxtrain.data.store import Store as Store
+from jaxtrain.data.store import is_store as is_store
+from jaxtrain.data.store import open_store as open_store
+from jaxtrain.data.tokenizers import EOD as EOD
+from jaxtrain.data.tokenizers import ByteTokenizer as ByteTokenizer
+from jaxtrain.data.tokenizers import SubwordTokenizer as SubwordTokenizer
+from jaxtrain.data.tokenizers import Tokenizer as Tokenizer
+from jaxtrain.data.tokenizers import trained_kind as trained_kind
+from jaxtrain.data.workers import WorkerRows as WorkerRows
+from jaxtrain.data.writing import cached_store as cached_store
+from jaxtrain.data.writing import tokenize as tokenize
+from jaxtrain.data.writing import write_store as write_store

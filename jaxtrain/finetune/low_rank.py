@@ -18,7 +18,14 @@ from jaxtrain.ops.packed import Packed
 from jaxtrain.optim import masks
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
+from jaxtrain.tree import (
+    PyTree,
+    map_kind,
+    map_named,
+    named_leaves,
+    nodes_of,
+    path_name,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +77,8 @@ class LoRA(Change):
                     f"`targets` has {target!r}, which finds {tables[0]!r}: DoRA is for kernels of "
                     "dense layers; narrow it"
                 )
-        return jax.tree.map(self._decomposed, params, is_leaf=_is_added) if self.dora else params
-
-    def _decomposed(self, kernel: Any) -> Any:
-        return Dora(kernel, norms(kernel.base)) if _is_added(kernel) else kernel
+        decomposed = lambda kernel: Dora(kernel, norms(kernel.base))  # noqa: E731
+        return map_kind(LowRank, decomposed, params) if self.dora else params
 
     def freeze(self, params: PyTree) -> PyTree:
         """Returns the mask of what stays: all but the additions and what ``train`` names."""
@@ -87,12 +92,7 @@ class LoRA(Change):
     def back(self, params: PyTree) -> PyTree:
         """Returns merged parameters; additions to packed kernels stay, which dense would take eight
         times the memory where a run samples from what it trains."""
-        is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
-
-        def plain(x: Any) -> Any:
-            return x if any(map(is_packed, jax.tree.leaves(x, is_leaf=is_packed))) else merge(x)
-
-        return jax.tree.map(plain, params, is_leaf=lambda x: isinstance(x, Kernel))
+        return map_kind(Kernel, lambda x: x if nodes_of(Packed, x) else merge(x), params)
 
     def rules(self, rules: Rules | Sequence[Rule], shapes: PyTree) -> Rules:
         return kernel_rules(rules, shapes)

@@ -42,7 +42,7 @@ from jaxtrain.ops.numerics import wide
 from jaxtrain.optim import masks
 from jaxtrain.sharding.rules import OptionalRules, Rule, Rules, as_rules
 from jaxtrain.stages import Stages
-from jaxtrain.tree import PyTree
+from jaxtrain.tree import PyTree, map_kind
 
 Batch = Mapping[str, jax.Array]
 
@@ -369,9 +369,7 @@ def _both(params: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def _without_additions(params: PyTree) -> PyTree:
-    added = lambda x: isinstance(x, LowRank | Dora)  # noqa: E731
-    below = lambda x: x.low.base if isinstance(x, Dora) else x.base  # noqa: E731
-    return jax.tree.map(lambda x: below(x) if added(x) else x, params, is_leaf=added)
+    return map_kind(LowRank | Dora, lambda x: getattr(x, "low", x).base, params)
 
 
 def _trained(params: Mapping[str, Any], still: Mapping[str, Any]) -> dict[str, Any]:

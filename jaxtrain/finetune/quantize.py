@@ -16,7 +16,7 @@ from jaxtrain.ops.linear import Dora, kernel_rules, norms, put
 from jaxtrain.ops.packed import Kind, Packed, pack, pack_later
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.tree import PyTree
+from jaxtrain.tree import PyTree, is_a, map_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,11 @@ class Quantize(Change):
 
         params = put(params, "|".join(f"(?:{x})" for x in self.targets), make)
         # DoRA begins with the norms of what it multiplies.
-        is_dora = lambda x: isinstance(x, Dora)  # noqa: E731
-        anew = lambda x: Dora(x.low, norms(x.low.base)) if is_dora(x) else x  # noqa: E731
-        return jax.tree.map(anew, params, is_leaf=is_dora)
+        return map_kind(Dora, lambda x: Dora(x.low, norms(x.low.base)), params)
 
     def freeze(self, params: PyTree) -> PyTree:
         """Returns the mask of what stays: the parts of packed kernels."""
-        is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+        is_packed = is_a(Packed)
         of = lambda x: jax.tree.map(lambda _: is_packed(x), x)  # noqa: E731
         return jax.tree.map(of, params, is_leaf=is_packed)
 

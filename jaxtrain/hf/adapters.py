@@ -25,7 +25,7 @@ from jaxtrain.hf.table import by_tensor
 from jaxtrain.hf.weights import check_new
 from jaxtrain.host.paths import check_on_disk, is_file, json_text, read_json
 from jaxtrain.ops.linear import Dora, LowRank
-from jaxtrain.tree import PyTree, named_leaves, path_name
+from jaxtrain.tree import PyTree, is_a, named_leaves, path_name
 
 MAGNITUDE = "lora_magnitude_vector"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
@@ -216,8 +216,7 @@ def placed(params: PyTree, found: Mapping[str, tuple[np.ndarray, ...]]) -> PyTre
         low = dataclasses.replace(getattr(x, "low", x), a=a, b=b)
         return Dora(low, *magnitude) if magnitude else low
 
-    is_kernel = lambda x: isinstance(x, LowRank | Dora)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(place, params, is_leaf=is_kernel)
+    return jax.tree_util.tree_map_with_path(place, params, is_leaf=is_a(LowRank | Dora))
 
 
 def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

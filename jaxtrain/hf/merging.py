@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.models import decoder
 from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import Packed
-from jaxtrain.tree import PyTree, path_name
+from jaxtrain.tree import PyTree, is_a, path_name
 
 
 def onto_original(params: PyTree, originals: Mapping[str, Any]) -> PyTree:
@@ -26,7 +26,7 @@ def onto_original(params: PyTree, originals: Mapping[str, Any]) -> PyTree:
       params: as they were trained.
       originals: weights by path, of the model that the run began from.
     """
-    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+    is_packed = is_a(Packed)
 
     def original(path: Any, kernel: Any) -> Any:
         name = re.sub("(/low)?/base$", "", path_name(path))

@@ -45,6 +45,15 @@ _log = logging.getLogger(__name__)
 _say_once = functools.cache(_log.warning)
 
 
+def in_fused_kernel(scopes: str) -> bool:
+    """Whether a path of scopes, as JAX writes it, is within what a fused kernel computes.
+
+    >>> in_fused_kernel("jvp(blocks)/fused_attention/exp"), in_fused_kernel("unfused_attention/exp")
+    (True, False)
+    """
+    return re.search(rf"\b{KERNEL_SCOPE}\b", scopes) is not None
+
+
 def branch_shares(*counts: int) -> Any:
     """Returns a named scope that records how often each side of a ``cond`` is taken (false, true).
 
@@ -59,7 +68,7 @@ def shares_of(scope: str) -> list[float] | None:
     >>> shares_of("jit(step)/branch_shares_1_3/cond")
     [0.25, 0.75]
     """
-    found = re.search(rf"{BRANCH_SHARES}([\d_]+)", scope)
+    found = re.search(rf"\b{BRANCH_SHARES}([\d_]+)", scope)
     counts = [int(count) for count in found[1].split("_")] if found else []
     return [count / sum(counts) for count in counts] or None
 

@@ -23,7 +23,7 @@ from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.placement import constrain
 from jaxtrain.sharding.rules import Rule, Rules, as_rules
 from jaxtrain.sharding.stack import LayerOrder, Stack
-from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
+from jaxtrain.tree import PyTree, map_kind, map_named, named_leaves, path_name
 
 Axes = Sequence[str | None]
 Product = Callable[[jax.Array, Any], jax.Array]
@@ -258,7 +258,7 @@ def put(params: PyTree, pattern: str, make: Callable[[str, jax.Array], Any]) -> 
 
 def merge(params: PyTree) -> PyTree:
     """Returns parameters with arrays in the place of all kernels, each in the dtype of its base."""
-    return jax.tree.map(lambda x: x.merged() if _is_kernel(x) else x, params, is_leaf=_is_kernel)
+    return map_kind(Kernel, lambda x: x.merged(), params)
 
 
 def kernel_rules(rules: Rules | Sequence[Rule] | None, params: PyTree) -> Rules:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim.masks import Stacked, layer_rows, stacked_axes
-from jaxtrain.tree import LAYER_GROUP
+from jaxtrain.tree import LayerGroup
 
 
 def per_layer(
@@ -166,7 +166,7 @@ def _labels(axes: Any, rows: Any, params: Any) -> Any:
         if n == 0:
             return "single"
         stack, count = sizes(n, places, p)
-        return LAYER_GROUP + (str(count) if clear else "x".join(map(str, stack)))
+        return LayerGroup(count, () if clear else stack)
 
     return jax.tree.map(label, *trees)
 

@@ -25,7 +25,7 @@ import optax
 
 from jaxtrain.optim import numerics
 from jaxtrain.sharding.stack import of_model
-from jaxtrain.tree import LayerRows, map_named, named_leaves, path_name
+from jaxtrain.tree import LayerRows, is_a, map_named, named_leaves, path_name
 
 Mask = Callable[[Any], Any] | Sequence[str]
 Stacked = Sequence[str] | Mapping[str, int | LayerRows]
@@ -176,8 +176,7 @@ def warn_of_stack(
 def check_matches(option: str, patterns: Sequence[str] | Mapping[str, int], params: Any) -> None:
     """Raises ValueError if a pattern matches no parameter: a typo that would do nothing. Those
     that something around the optimizer has masked out (``optax.MaskedNode``) are parameters too."""
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_a(optax.MaskedNode))
     names = [path_name(path) for path, _ in leaves]
     for pattern, _ in _compile(option, patterns):
         if names and not any(pattern.search(name) for name in names):

@@ -25,7 +25,7 @@ from jaxtrain.host.memory import is_out_of_memory
 from jaxtrain.host.paths import listed
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.planning import estimate
-from jaxtrain.planning.by_layer import layers_per_device, parts_of
+from jaxtrain.planning.by_layer import parts_of
 from jaxtrain.planning.exposure import exposed_seconds
 from jaxtrain.planning.hlo import Collective, Program, read_program
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
@@ -240,7 +240,7 @@ def plan_step(
         fits=memory.fits,
         shortage=0 if memory.fits else memory.needed - memory.limit,
         memory=memory,
-        parts=parts_of(state, kept, layers_per_device(experiment, state, mesh)),
+        parts=parts_of(state, kept, experiment),
         traffic=None if unread else summarize(program.collectives, target),
         collectives=program.collectives,
         hbm_bytes=estimated and estimated.cost.hbm_bytes,

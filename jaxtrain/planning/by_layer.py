@@ -22,7 +22,7 @@ from jaxtrain.planning.liveness import Buffer
 from jaxtrain.planning.scopes import scopes_of
 from jaxtrain.planning.walk import inner_jaxpr
 from jaxtrain.state import local_bytes
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import named_leaves, owner_of
 
 # What belongs to no part that is known.
 OTHER = "other"
@@ -58,48 +58,41 @@ class Part:
 
 
 def parts_of(
-    state: Any, kept: Mapping[str, int] | None = None, layers: Mapping[str, int] | None = None
+    state: Any, kept: Mapping[str, int] | None = None, experiment: Any = None
 ) -> tuple[Part, ...]:
     """Divides a train state, and what is kept, among the parts of the model, the largest first.
 
     The state is of shapes with shardings; one that is no :class:`jaxtrain.TrainState` has no parts.
-    ``kept`` is bytes by part (:func:`kept_by_part`), and ``layers`` counts those of a device by the
-    key of their parameters.
+    ``kept`` is bytes by part (:func:`kept_by_part`); of an experiment with stages the layers of a
+    device are counted too.
     """
     if not (hasattr(state, "params") and hasattr(state, "opt_state")):
         return ()
     params, sums = named_leaves(state.params), collections.defaultdict(collections.Counter)
+    stages = experiment and experiment.task.stages
+    leads = {part.key: part.lead for part in experiment.stack.parts} if stages else {}
+    layers = {}
     trains = named_leaves(trainable(state.params, frozen(state.opt_state))[0])
     for name, leaf in params.items():
         sums[_part(name)]["parameters"] += local_bytes(leaf)
         sums[_part(name)]["gradients"] += local_bytes(leaf) if name in trains else 0
+        if (lead := leads.get(key := name.partition("/")[0])) is not None:
+            pipe = leaf.sharding.mesh.shape.get("pipe", 1)
+            layers[key] = math.prod(leaf.shape[:lead]) // pipe
     for name, leaf in named_leaves(state.opt_state).items():
-        # A moment's path ends as that of its parameter, if it has one.
-        ends = (name.split("/", n)[-1] for n in range(name.count("/") + 1))
-        whose = next((end for end in ends if end in params), None)
-        part = OTHER if whose is None else _part(whose)
-        sums[part]["optimizer_state"] += local_bytes(leaf)
+        owner = owner_of(name, params)
+        sums[OTHER if owner is None else _part(owner)]["optimizer_state"] += local_bytes(leaf)
     for part, size in (kept or {}).items():
         sums[part]["kept"] += size
     least = SMALL * sum(each.total() for each in sums.values())
     for name in [name for name, each in sums.items() if "/" in name and each.total() < least]:
         sums[name.partition("/")[0]].update(sums.pop(name))
     parts = [
-        Part(name, (layers or {}).get(name.partition("/")[0], 0), **each)
+        Part(name, layers.get(name.partition("/")[0], 0), **each)
         for name, each in sums.items()
         if each.total()
     ]
     return tuple(sorted(parts, key=lambda part: -part.total))
-
-
-def layers_per_device(experiment: Any, state: Any, mesh: Any) -> dict[str, int]:
-    """Counts the layers of one device by the key of their parameters; empty without stages."""
-    if experiment is None or experiment.task.stages is None:
-        return {}
-    pipe = mesh.shape.get("pipe", 1)
-    parts = {part.key: part.lead for part in experiment.stack.parts}
-    leaves = {key: next(iter(named_leaves(state.params[key]).values())) for key in parts}
-    return {key: math.prod(leaf.shape[: parts[key]]) // pipe for key, leaf in leaves.items()}
 
 
 def kept_by_part(kept: Mapping[Buffer, tuple[Any, Any]]) -> dict[str, int]:

@@ -1,9 +1,12 @@
 """After a run: how what was predicted compares with what was measured."""
 
+import contextlib
+import dataclasses
 from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
+from jaxtrain.build import build_step
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
@@ -11,29 +14,55 @@ from jaxtrain.host.chips import Chip, chip_of
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.planning import estimate
 from jaxtrain.planning.ahead_of_time import read_compiled, wires
+from jaxtrain.planning.estimate import Estimate
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
-from jaxtrain.sharding.mesh import describe_mesh
+from jaxtrain.sharding.mesh import describe_mesh, slow_parts
+from jaxtrain.state import TrainState
+
+
+def estimate_compiled(
+    programs: Mapping[int, CompiledStep], experiment: Experiment, state: TrainState, mesh: Mesh
+) -> Estimate | None:
+    """Estimates a run's step by the trace that was compiled, as a plan does; None if the estimate
+    cannot follow it. ``programs`` are the compiled train steps by the number of steps in a call."""
+    given = (state, experiment.data.batch, mesh, experiment.laid.rules)
+    train = next(iter(programs.values()))
+    with contextlib.suppress(Exception):  # It is for a report alone, which must stop no run.
+        traced = train.jaxpr
+        if experiment.layout.steps_per_call > 1:
+            traced = estimate.trace_step(build_step(experiment, state, mesh), *given)
+        kind = mesh.devices.flat[0].platform
+        found = estimate.estimate_traced(traced, *given, kind=kind)
+        found = dataclasses.replace(found, slow=slow_parts(mesh))
+        return estimate.on_critical_path(found, experiment, state.params)
+    return None
 
 
 def compare_with_run(
     programs: Mapping[int, CompiledStep],
     mesh: Mesh,
-    experiment: Experiment,
+    estimated: Estimate | None,
     seconds_per_step: float | None,
 ) -> list[str]:
     """Says how the compiled step's own prediction compares with the run, as :func:`compare` does;
     nothing on a CPU, which counts no memory and has no published peaks."""
     if mesh.devices.flat[0].platform == "cpu":
         return []
-    return compare(programs, mesh, experiment, seconds_per_step)
+    return compare(programs, mesh, estimated, seconds_per_step)
 
 
-def compare(programs, mesh: Mesh, experiment: Experiment, seconds: float | None) -> list[str]:
+def compare(
+    programs: Mapping[int, CompiledStep],
+    mesh: Mesh,
+    estimated: Estimate | None,
+    seconds: float | None,
+) -> list[str]:
     """Returns lines for the log: the memory and the time of a step, predicted and measured.
 
-    Of ``programs``, by the number of steps in a call, the first is compared. ``seconds`` leaves
-    evaluation and checkpoints out; None where nothing was timed.
+    Of ``programs``, by the number of steps in a call, the first is compared, with what
+    :func:`estimate_compiled` returned. ``seconds`` leaves evaluation and checkpoints out; None
+    where nothing was timed.
     """
     device = mesh.devices.flat[0]
     steps, train = next(iter(programs.items()))
@@ -41,7 +70,7 @@ def compare(programs, mesh: Mesh, experiment: Experiment, seconds: float | None)
         chip = chip_of(device.device_kind)
         return [
             _memory_line(train.memory_bytes, device.platform),
-            _time_line(train, steps, mesh, experiment, seconds, chip),
+            _time_line(train, steps, mesh, estimated, seconds, chip),
         ]
     except Exception as error:  # the run is done and saved: nothing said about it may end it
         return [f"predicted memory and step time: not compared, {type(error).__name__}: {error}"]
@@ -55,15 +84,15 @@ def _memory_line(predicted: int, platform: str) -> str:
     return f"{text}; measured peak {human_bytes(measured)} ({measured / predicted - 1:+.1%})"
 
 
-def _time_line(
-    train, steps: int, mesh, experiment, seconds: float | None, chip: Chip | None
-) -> str:
+def _time_line(train, steps: int, mesh, estimated, seconds: float | None, chip: Chip | None) -> str:
     if chip is None or chip.hbm_bytes_per_s is None:
         kind = mesh.devices.flat[0].device_kind
         return f"predicted step time: none, the peaks of {kind!r} are not known"
+    if estimated is None:
+        return "predicted step time: none, the step's trace was not understood"
     if seconds is None:
         return "predicted step time: not compared, too few steps were timed"
-    predicted = predict(train, mesh, experiment, chip, steps=steps)
+    predicted = predict(train, mesh, estimated, chip, steps=steps)
     least, most = predicted.step_seconds, predicted.step_seconds_apart
     return (
         f"predicted step time {1e3 * least:.1f} to {1e3 * most:.1f} ms on {describe_mesh(mesh)} "
@@ -73,12 +102,11 @@ def _time_line(
 
 
 def predict(
-    train: CompiledStep, mesh: Mesh, experiment: Experiment, chip: Chip, *, steps: int = 1
+    train: CompiledStep, mesh: Mesh, estimated: Estimate, chip: Chip, *, steps: int = 1
 ) -> Prediction:
     """Predicts the time of a train step that was compiled as a call of so many steps."""
     hosts = len({device.process_index for device in mesh.devices.flat})
     target = Target(chip.name, chip, (hosts, max(1, mesh.size // hosts)))
     program, _, unread = read_compiled(train.compiled, mesh)
-    estimated = estimate.estimate(experiment, mesh.size, kind=chip.kind)
     moved = None if unread else wires(program.per_step(steps).collectives)
     return estimate.predict(estimated, target, moved)

@@ -69,13 +69,13 @@ class Estimator:
 
     def __call__(self, layout: Layout) -> tuple[Experiment, Estimate]:
         """Builds and estimates a layout; raises as :meth:`outline`."""
-        twin = self.twin(layout)
-        if twin not in self.traces:
-            experiment, state = self.outline(twin)
-            alone = twin is layout
-            self.traces[twin] = trace(experiment, **self.where, state=state, final=alone)
+        key = self.trace_key(layout)
+        if key not in self.traces:
+            experiment, state = self.outline(key)
+            alone = key is layout
+            self.traces[key] = trace(experiment, **self.where, state=state, final=alone)
         experiment, state = self.outline(layout)
-        found = estimate(experiment, **self.where, state=state, traced=self.traces[twin])
+        found = estimate(experiment, **self.where, state=state, traced=self.traces[key])
         if layout.mesh.pipe == 1:
             compute = predict(found, self.target).compute
             self.least_compute = min(self.least_compute, compute)
@@ -96,7 +96,7 @@ class Estimator:
         dtype = experiment.policy.compute_dtype
         return local_bytes(state) + kept_by_gathering(state.params, shardings, dtype)
 
-    def twin(self, layout: Layout) -> Layout:
+    def trace_key(self, layout: Layout) -> Layout:
         """The layout whose trace stands for this one, see :func:`.estimate.trace`.
 
         What reduces gradients or gathers weights once per step is traced for its own sizes.

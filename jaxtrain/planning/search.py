@@ -80,7 +80,7 @@ def search(
         many as :data:`COMPILE_SECONDS` hold, and at least one.
       seconds: of the whole search. After :data:`WALKING` of them, as soon as some layout fits, no
         further mesh is looked at; after all of them the compiler is no longer waited for.
-      typed: flags that were typed: ``pipeline.schedule`` or ``pipeline.virtual`` among them stay.
+      typed: fields that flags have set: ``pipeline.schedule`` or ``pipeline.virtual`` stay.
       progress: called with a line of text now and then.
       watch: called once at the start with a function that any thread may ask for what was found so
         far.
@@ -182,7 +182,7 @@ def compile_rows(
         name = name_of(row.layout.mesh)
         progress(f"compiling {name}, the {i + 1}. of {len(rows)} that fit")
         try:
-            rows[i] = within(deadline - time.perf_counter(), compile_row, estimator, row)
+            rows[i] = run_with_timeout(deadline - time.perf_counter(), compile_row, estimator, row)
         except TimeoutError:
             note = f"{name} was not compiled: the search's time was over (--search-seconds)"
             rows[i] = dataclasses.replace(row, note="; ".join(filter(None, (note, row.note))))
@@ -192,7 +192,7 @@ def compile_rows(
     return True
 
 
-def within(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+def run_with_timeout(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function in a thread, and leaves it to itself after so many seconds. Raises
     TimeoutError where it has not returned by then."""
     future: concurrent.futures.Future = concurrent.futures.Future()

@@ -40,7 +40,7 @@ from jaxtrain.flops import (
     product_dimensions,
     product_flops,
 )
-from jaxtrain.ops.attention import KERNEL_SCOPE
+from jaxtrain.ops.attention import in_fused_kernel
 from jaxtrain.planning.liveness import Buffer, Liveness
 from jaxtrain.planning.partition import REDUCTIONS, Cost, Partitioner, Spec, Value
 from jaxtrain.sharding.specs import entries_of, names_of
@@ -101,7 +101,7 @@ def walk_step(
       buffers that a loop stacks for a later one to read (activations, for the backward pass), each
       with the body of that loop and the result there.
     """
-    walk = Walk(mesh, parameters, rounds)
+    walk = CostInterpreter(mesh, parameters, rounds)
     arguments = [
         Value(tuple(v.aval.shape), v.aval.dtype, walk.fit(v.aval.shape, spec), stored=i < stored)
         for i, (v, spec) in enumerate(zip(jaxpr.jaxpr.invars, specs, strict=True))
@@ -110,7 +110,7 @@ def walk_step(
     return walk.cost, peak, {buffer: walk.stacked[buffer] for buffer in walk.kept}
 
 
-class Walk(Partitioner):
+class CostInterpreter(Partitioner):
     """The state of a walk.
 
     Attributes:
@@ -157,7 +157,7 @@ class Walk(Partitioner):
             inputs = [_read(env, v) for v in equation.invars]
             outside = self.fused_kernel
             stack = getattr(getattr(equation, "source_info", None), "name_stack", "")
-            self.fused_kernel = outside or KERNEL_SCOPE in str(stack)
+            self.fused_kernel = outside or in_fused_kernel(str(stack))
             if (called := inner_jaxpr(equation)) is not None:
                 inner, consts = getattr(called, "jaxpr", called), getattr(called, "consts", [])
                 inner_env = dict(zip(inner.constvars, map(_constant, consts), strict=True))
@@ -170,7 +170,7 @@ class Walk(Partitioner):
                 outputs = self.equation(name, equation, inputs, liveness)
                 pairs = zip(outputs, equation.outvars, strict=True)
                 asked = [value for value, variable in pairs if variable in kept]
-                self.settle(asked, liveness, in_place=True)
+                self.materialize(asked, liveness, in_place=True)
             self.fused_kernel = outside
             env.update(zip(equation.outvars, outputs, strict=True))
         return [_read(env, v) for v in jaxpr.outvars]
@@ -192,7 +192,7 @@ class Walk(Partitioner):
             return [self.fuse(inputs, v.aval, s) for v, s in zip(variables, specs, strict=True)]
         if name not in CHEAP:
             self.count(equation, [a for axes in specs[0] for a in axes] if specs else ())
-        return self.heavy(name, variables, specs, inputs, liveness)
+        return self.unfused(name, variables, specs, inputs, liveness)
 
     def count(self, equation: Any, split: Iterable[str] = ()) -> None:
         """Counts the FLOPs of an equation whose work these axes split."""
@@ -223,7 +223,7 @@ class Walk(Partitioner):
         most = self.size(value.shape, np.dtype(np.float32), value.spec)
         return sum(min(root.size, most) for root in value.roots)
 
-    def settle(
+    def materialize(
         self, values: Iterable[Value], liveness: Liveness, *, in_place: bool = False
     ) -> None:
         """Gives fused work memory of its own."""
@@ -234,9 +234,9 @@ class Walk(Partitioner):
                 self.moved(self.traffic(value) + size)
                 value.roots, value.fused = liveness.write(size, in_place=in_place), False
 
-    def heavy(self, name, variables, specs, inputs, liveness, *, product=False) -> list[Value]:
+    def unfused(self, name, variables, specs, inputs, liveness, *, product=False) -> list[Value]:
         """Results that are written to memory; operands are read where they lie, fused or not."""
-        outputs = self.landed(variables, specs, inputs, liveness, in_place=name in IN_PLACE)
+        outputs = self.store(variables, specs, inputs, liveness, in_place=name in IN_PLACE)
         read, written = inputs, outputs
         if name in IN_PLACE:
             # What is updated in place is touched where the update is.
@@ -245,7 +245,7 @@ class Walk(Partitioner):
         self.moved(sum(map(self.bytes, written)), by_product=product)
         return outputs
 
-    def landed(self, variables, specs, inputs, liveness, *, in_place: int = 0) -> list[Value]:
+    def store(self, variables, specs, inputs, liveness, *, in_place: int = 0) -> list[Value]:
         """Results in memory of their own, the first ``in_place`` of them written over operands."""
         liveness.read(_roots(inputs))
         outputs = []
@@ -304,7 +304,7 @@ class Walk(Partitioner):
             # The whole is what an all-gather ends with, and what others begin with.
             whole += max(self.bytes(value), self.size(shape, value.dtype, specs[-1]))
         self.send(COLLECTIVES[name], axes, whole)
-        return self.heavy(name, equation.outvars, specs, inputs, liveness)
+        return self.unfused(name, equation.outvars, specs, inputs, liveness)
 
     # Equations with rules of their own.
 
@@ -327,34 +327,34 @@ class Walk(Partitioner):
 
     def do_dot_general(self, equation, inputs, liveness):
         (lhs, rhs), aval = inputs[:2], equation.outvars[0].aval
-        self.settle(inputs, liveness)
+        self.materialize(inputs, liveness)
         spec, split, meanwhile = self.product(
             lhs, rhs, product_dimensions(equation), tuple(aval.shape), aval.dtype
         )
         kind = "attention" if self.fused_kernel else "matmul"
         self.cost.flops[kind, lhs.dtype.name] += product_flops(equation) / self.parts(split)
         liveness.transient(meanwhile)
-        found = self.heavy("dot", equation.outvars, [spec], inputs, liveness, product=True)
+        found = self.unfused("dot", equation.outvars, [spec], inputs, liveness, product=True)
         found[0].summed = tuple(a for a in split if not any(a in axes for axes in spec))
         return found
 
     do_ragged_dot_general = do_dot_general
 
     def do_conv_general_dilated(self, equation, inputs, liveness):
-        self.settle(inputs, liveness)
+        self.materialize(inputs, liveness)
         numbers = equation.params["dimension_numbers"]
         wanted = [()] * len(equation.outvars[0].aval.shape)
         wanted[numbers.out_spec[0]] = rows = inputs[0].spec[numbers.lhs_spec[0]]
         self.count(equation, rows)
         spec = self.fit(equation.outvars[0].aval.shape, wanted)
-        return self.heavy("conv", equation.outvars, [spec], inputs, liveness, product=True)
+        return self.unfused("conv", equation.outvars, [spec], inputs, liveness, product=True)
 
     def do_pallas_call(self, equation, inputs, liveness):
         # Local code: whoever calls a kernel has split its operands.
-        self.settle(inputs, liveness)
+        self.materialize(inputs, liveness)
         self.count(equation)
         specs = [((),) * len(v.aval.shape) for v in equation.outvars]
-        return self.heavy("kernel", equation.outvars, specs, inputs, liveness, product=True)
+        return self.unfused("kernel", equation.outvars, specs, inputs, liveness, product=True)
 
     def do_gather(self, equation, inputs, liveness):
         (table, indices), aval = inputs[:2], equation.outvars[0].aval
@@ -370,14 +370,14 @@ class Walk(Partitioner):
         spec = self.fit(aval.shape, wanted)
         over = tuple(a for d in numbers.collapsed_slice_dims for a in table.spec[d])
         self.send("all-reduce", over, self.size(aval.shape, aval.dtype, spec))
-        found = self.heavy("gather", equation.outvars, [spec], [indices], liveness)
+        found = self.unfused("gather", equation.outvars, [spec], [indices], liveness)
         found[0].summed = over
         liveness.read(table.roots)
         return found
 
     def do_scatter_add(self, equation, inputs, liveness):
         (table, _, updates), aval = inputs[:3], equation.outvars[0].aval
-        self.settle([updates], liveness)
+        self.materialize([updates], liveness)
         numbers = equation.params["dimension_numbers"]
         windows = numbers.update_window_dims
         rows = [d for d in range(len(updates.shape)) if d not in windows]
@@ -392,13 +392,13 @@ class Walk(Partitioner):
         partial = tuple(a for d in rows for a in updates.spec[d])
         final, whole = self.add_up(tuple(aval.shape), aval.dtype, spec, partial)
         liveness.transient(whole)
-        return self.heavy("scatter-add", equation.outvars, [final], [table, updates], liveness)
+        return self.unfused("scatter-add", equation.outvars, [final], [table, updates], liveness)
 
     def do_shard_map(self, equation, inputs, liveness):
         params = equation.params
         manual = params.get("newly_manual_axes", params.get("manual_axes"))
         inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
-        self.settle(inputs, liveness)
+        self.materialize(inputs, liveness)
         arguments = []
         for value, variable in zip(inputs, inner.invars, strict=True):
             spec = tuple(tuple(a for a in axes if a not in manual) for axes in value.spec)
@@ -411,14 +411,14 @@ class Walk(Partitioner):
         for value, spec in zip(results, params["out_specs"], strict=True):
             entries = map(names_of, entries_of(spec, len(value.shape)))
             specs.append(tuple((*n, *axes) for n, axes in zip(entries, value.spec, strict=True)))
-        return self.landed(equation.outvars, specs, inputs, liveness)
+        return self.store(equation.outvars, specs, inputs, liveness)
 
     def do_scan(self, equation, inputs, liveness):
         params = equation.params
         body = params["jaxpr"]
         (first, first_x), length = scan_operands(equation), params["length"]
         n_carry = first_x - first
-        self.settle(inputs, liveness)
+        self.materialize(inputs, liveness)
         for value in inputs:
             if value.part and not value.free:
                 # A loop takes buffers, not parts of them.
@@ -448,7 +448,7 @@ class Walk(Partitioner):
         liveness.transient(peak)
         specs = [*layouts, *(((), *r.spec) for r in results[n_carry:])]
         # A carry is updated where it lies, if nobody else reads it later.
-        outputs = self.landed(equation.outvars, specs, inputs, liveness, in_place=n_carry)
+        outputs = self.store(equation.outvars, specs, inputs, liveness, in_place=n_carry)
         for value, variable in zip(outputs[n_carry:], body.jaxpr.outvars[n_carry:], strict=True):
             self.stacked |= dict.fromkeys(value.roots, (body.jaxpr, variable))
         return outputs
@@ -462,18 +462,18 @@ class Walk(Partitioner):
     def do_while(self, equation, inputs, liveness):
         params = equation.params
         first = params["cond_nconsts"]
-        self.settle(inputs, liveness)
+        self.materialize(inputs, liveness)
         carry = inputs[first + params["body_nconsts"] :]
         consts = [Value(v.shape, v.dtype, v.spec) for v in inputs[first : len(inputs) - len(carry)]]
         specs = [v.spec for v in carry]
         _, peak = self.body(params["body_jaxpr"], consts, carry, specs, [])
         liveness.transient(peak)
-        return self.landed(equation.outvars, specs, inputs, liveness)
+        return self.store(equation.outvars, specs, inputs, liveness)
 
     def do_cond(self, equation, inputs, liveness):
         outer = self.cost
         walked = []
-        self.settle(inputs, liveness)
+        self.materialize(inputs, liveness)
         for branch in equation.params["branches"]:
             self.cost = Cost()
             arguments = [
@@ -493,7 +493,7 @@ class Walk(Partitioner):
             # A result that is an argument, or an update of one, is written over it.
             over = any(not w[3][i].roots for w in walked)
             spec = dearest[3][i].spec
-            outputs += self.landed([variable], [spec], inputs, liveness, in_place=over)
+            outputs += self.store([variable], [spec], inputs, liveness, in_place=over)
         return outputs
 
 

@@ -23,7 +23,8 @@ from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
-from jaxtrain.planning.comparison import compare_with_run
+from jaxtrain.planning.by_layer import parts_of
+from jaxtrain.planning.comparison import compare_with_run, estimate_compiled
 from jaxtrain.run import folder, provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.context import Run
@@ -38,9 +39,10 @@ from jaxtrain.run.hooks.stopping import ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
 from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.owned_log import OwnedLog
 from jaxtrain.run.observe.sampling import Sampling
-from jaxtrain.run.observe.summary import header_facts, memory_facts, print_conclusion
+from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.survive.diagnosis import make_diverged
@@ -300,7 +302,10 @@ def _fit(
         stack.enter_context(checkpoints)
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {name}", header)
-        journal.ready(start, header, memory_facts(experiment, mesh, state, programs))
+        estimated = estimate_compiled(programs, experiment, state, mesh)
+        parts = parts_of(state, estimated and estimated.kept, experiment)
+        peak = next(iter(programs.values())).memory_bytes
+        journal.ready(start, header, {"peak": peak, "parts": list(map(dataclasses.asdict, parts))})
         texts = {folder.CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
         for file, text in (texts | dict(metadata.files)).items():
             write = functools.partial(_write_file, run_dir / file, text, keep=resume)
@@ -342,7 +347,7 @@ def _fit(
                 with ledger.during("restore"):
                     found = build.restore_evaluated(experiment, abstract, checkpoints, best.step)
                 concluded = dataclasses.replace(found, step=best.step), best.evaluation
-    if compared := compare_with_run(programs, mesh, experiment, run.rate.seconds_per_step):
+    if compared := compare_with_run(programs, mesh, estimated, run.rate.seconds_per_step):
         terminal.print_lines(compared)
     print_conclusion(experiment, *concluded, str(run_dir), journal)
     terminal.print_lines(lines)
@@ -499,7 +504,7 @@ def _best(experiment: Experiment, abstract: TrainState, checkpoints: Checkpointe
     step = checkpoints.best_step()
     if step is None:
         return None
-    means = {name.removeprefix("eval/"): x for name, x in checkpoints.metrics(step).items()}
+    means = {Metric.of(name).name: x for name, x in checkpoints.metrics(step).items()}
     read = functools.partial(checkpoints.restore, step=step)
     return Best(step, means, functools.partial(build.restore_state, experiment, abstract, read))
 

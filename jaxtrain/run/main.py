@@ -15,6 +15,7 @@ import pathlib
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal, Self
 
 import jax
@@ -405,6 +406,14 @@ def load_config(
     if own is not None:
         refuse_misspelt(own, module.Config, flags)
     return module, _read_flags(module.Config, flags, default, program)
+
+
+def typed_fields(config: Any, flags: Sequence[str], others: Mapping[str, Any]) -> set[str]:
+    """Returns the fields of a config's layout that its flags have set: those that keep their values
+    where the defaults are ``others``, values by dotted name that are not the config's."""
+    default = dataclasses.replace(config, layout=config.layout.with_(others))
+    found = _read_flags(type(config), flags, default, program_name())
+    return {name for name in others if attrgetter(name)(found.layout) != others[name]}
 
 
 def module_name(config_type: type) -> str:

@@ -23,7 +23,7 @@ from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.state import shapes_on
-from jaxtrain.tree import path_name
+from jaxtrain.tree import is_a, map_kind, path_name
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
@@ -90,10 +90,8 @@ def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRa
         if change.rank is None or change.train:
             more = f"has trained {change.train[0]!r} too" if change.train else "has no additions"
             raise ValueError(f"the run in '{run}' {more}: export it without --adapter")
-        is_low = lambda x: isinstance(x, LowRank)  # noqa: E731
-        bare = lambda x: dataclasses.replace(x, base=None) if is_low(x) else x  # noqa: E731
-        is_kernel = lambda x: isinstance(x, LowRank | Dora)  # noqa: E731
-        found = jax.tree.map(bare, shapes, is_leaf=is_low)
+        is_kernel = is_a(LowRank | Dora)
+        found = map_kind(LowRank, lambda x: dataclasses.replace(x, base=None), shapes)
         found = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_kernel)
         kernels = {path_name(path): x for path, x in found if is_kernel(x)}
         return model, checkpoints.restore_params(kernels, step)

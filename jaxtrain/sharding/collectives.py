@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.loss import Reduction, WeightedLoss
 from jaxtrain.sharding.placement import free_axes
-from jaxtrain.sharding.specs import axes_of, names_of, within
+from jaxtrain.sharding.specs import names_of, within
 from jaxtrain.tree import PyTree, map_named
 
 Groups = list[list[int]]
@@ -59,9 +59,10 @@ class Shards:
         """Within the map: gradients of whole parameters, summed over its axes and ``more``."""
 
         def summed(name: str, grad: jax.Array) -> jax.Array:
+            rest = self.axes
             for d, names in self._split(self.grads[name]):
                 grad = psum_scatter(grad, names, d, self.slow)
-            rest = tuple(a for a in self.axes if a not in axes_of(self.grads[name]))
+                rest = tuple(axis for axis in rest if axis not in names)
             return psum(grad, (*more, *rest), self.slow) if more or rest else grad
 
         return self._on_each_device(summed, self.grads, grads)

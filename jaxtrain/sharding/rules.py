@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -128,18 +128,26 @@ def param_shardings(
         although the mesh is to split parameters. One that is to stay whole says so by a rule with
         None for every dimension.
     """
-    rules = as_rules(rules)
-    _refuse_idle(rules.params, named_leaves(params), "parameter")
+    rules, data = as_rules(rules), ("data",) if zero >= 3 else ()
+    splitting = [a for a in ("fsdp", *data, "tensor") if mesh.shape.get(a, 1) > 1]
+    ruled = _ruled("parameter", params, rules.params, mesh, rules)
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
-        spec = _rule_spec(name, tuple(leaf.shape), mesh, rules)
-        if zero >= 3:
-            spec = spread(spec, leaf.shape, mesh, ("data",))
+        shape = tuple(leaf.shape)
+        if (spec := ruled(name, shape)) is None:
+            spec = _default_spec(shape, mesh, rules, stacked=rules.stacked.holds(name))
+        spec = spread(spec, shape, mesh, data)
+        if splitting and not spec and math.prod(shape) >= LARGE:
+            axis = splitting[0]
+            raise ValueError(
+                f"parameter {name!r} has shape {shape} and would be copied whole to "
+                f"all {mesh.size} devices: no dimension takes mesh axis {axis!r} of size "
+                f"{mesh.shape[axis]}; add a sharding rule for it ({(None,) * len(shape)} where "
+                "it is to be whole), or use a size that divides one of its dimensions"
+            )
         return NamedSharding(mesh, spec)
 
-    shardings = map_named(sharding, params)
-    _refuse_whole(params, shardings, mesh, ("fsdp", *(("data",) if zero >= 3 else ())))
-    return shardings
+    return map_named(sharding, params)
 
 
 def state_shardings(
@@ -180,14 +188,11 @@ def ruled_shardings(state: PyTree, shardings: PyTree, mesh: Mesh, rules: Rules) 
     Raises:
       ValueError: where a rule does not fit, as for :func:`param_shardings`.
     """
-    _refuse_idle(rules.state, named_leaves(state), "leaf of the state besides parameters")
+    ruled = _ruled("state leaf", state, rules.state, mesh, rules)
 
     def sharding(name: str, leaf: Any, default: NamedSharding) -> NamedSharding:
-        pattern, axes = _first_match(rules.state, name)
-        if pattern is None:
-            return default
-        spec = _named_spec(f"state leaf {name!r}", tuple(leaf.shape), pattern, axes, mesh, rules)
-        return NamedSharding(mesh, spec)
+        spec = ruled(name, tuple(leaf.shape))
+        return default if spec is None else NamedSharding(mesh, spec)
 
     return map_named(sharding, state, shardings)
 
@@ -203,19 +208,15 @@ def batch_shardings(
         none.
     """
     rules = as_rules(rules)
-    _refuse_idle(rules.batch, named_leaves(batch), "leaf of the batch")
+    ruled = _ruled("batch leaf", batch, rules.batch, mesh, rules)
     rows = batch_sharding(mesh)
     axes = names_of(rows.spec[0]) if rows.spec else ()
     parts = math.prod(mesh.shape[axis] for axis in axes)
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         shape = tuple(leaf.shape)
-        pattern, named = _first_match(rules.batch, name)
-        if pattern is not None:
-            spec = _named_spec(f"batch leaf {name!r}", shape, pattern, named, mesh, rules)
-            return NamedSharding(mesh, spec)
-        if not shape:
-            return NamedSharding(mesh, P())
+        if (spec := ruled(name, shape)) is not None or not shape:
+            return NamedSharding(mesh, spec or P())
         if shape[0] % parts:
             raise ValueError(
                 f"batch leaf {name!r} has shape {shape}: its leading axis ({shape[0]}) is not "
@@ -279,22 +280,36 @@ def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     return map_named(place, batch)
 
 
-def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P:
-    pattern, axes = _first_match(rules.params, name)
-    stacked = rules.stacked.holds(name)
+def _ruled(
+    what: str, tree: PyTree, table: Sequence[Rule], mesh: Mesh, rules: Rules
+) -> Callable[[str, tuple[int, ...]], P | None]:
+    """Returns the function of a path and a shape that gives the spec by the first rule of a table,
+    or None. Raises ValueError for a rule that no leaf of the tree has (``what`` names one)."""
+    names = named_leaves(tree)
+    for pattern, _ in () if isinstance(table, OptionalRules) else table:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"sharding rule {pattern!r} matches no {what}; there are {', '.join(names)}: "
+                "correct its regex, or give a table for several models as OptionalRules"
+            )
+
+    def spec(name: str, shape: tuple[int, ...]) -> P | None:
+        rule = next((rule for rule in table if re.search(rule[0], name)), None)
+        return rule and _named_spec(f"{what} {name!r}", shape, *rule, mesh, rules)
+
+    return spec
+
+
+def _default_spec(shape: tuple[int, ...], mesh: Mesh, rules: Rules, *, stacked: bool) -> P:
+    """The spec of a parameter without a rule: its layers over ``pipe``, and its largest dimension
+    over ``fsdp``."""
     chunks = (1,) * (rules.stacked.lead - 1) if stacked else ()  # which are not split
-    if pattern is None:
-        layers = rules.mesh_axes("layers", mesh) if stacked else ()
-        shape = (*chunks, *shape[len(chunks) :])
-        at = shape[len(chunks) :][:1]
-        divides = at and at[0] % math.prod(mesh.shape[a] for a in layers) == 0
-        spec = P(*[None] * len(chunks), tidy(layers)) if layers and divides else P()
-        return spread(spec, shape, mesh, ("fsdp",))
-    return _named_spec(f"parameter {name!r}", shape, pattern, axes, mesh, rules)
-
-
-def _first_match(table: Sequence[Rule], name: str) -> Rule | tuple[None, None]:
-    return next((rule for rule in table if re.search(rule[0], name)), (None, None))
+    layers = rules.mesh_axes("layers", mesh) if stacked else ()
+    shape = (*chunks, *shape[len(chunks) :])
+    at = shape[len(chunks) :][:1]
+    divides = at and at[0] % math.prod(mesh.shape[a] for a in layers) == 0
+    spec = P(*[None] * len(chunks), tidy(layers)) if layers and divides else P()
+    return spread(spec, shape, mesh, ("fsdp",))
 
 
 def _named_spec(
@@ -343,15 +358,6 @@ def _nearest_divisors(number: int, near: int) -> str:
     return f"pipe {' or '.join(map(str, below + above))}"
 
 
-def _refuse_idle(table: Sequence[Rule], names: Iterable[str], what: str) -> None:
-    for pattern, _ in () if isinstance(table, OptionalRules) else table:
-        if not any(re.search(pattern, name) for name in names):
-            raise ValueError(
-                f"sharding rule {pattern!r} matches no {what}; there are {', '.join(names)}: "
-                "correct its regex, or give a table for several models as OptionalRules"
-            )
-
-
 def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...], spec: P) -> P:
     """The owner's spec for a leaf that has some of the owner's dimensions, in order, or all behind
     leading ones of its own, which stay whole.
@@ -379,22 +385,3 @@ def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...
     options = [{entries[dims[i]] for dims in kept} for i in range(len(shape))] if kept else []
     found = [option.pop() if len(option) == 1 else None for option in options]
     return P(*found) if len(shape) == len(owner) or any(found) else P()
-
-
-def _refuse_whole(params: PyTree, shardings: PyTree, mesh: Mesh, axes: Sequence[str]) -> None:
-    """Raises where a large parameter stays whole on a mesh that is to split parameters."""
-    splitting = [a for a in (*axes, "tensor") if mesh.shape.get(a, 1) > 1]
-    if not splitting:
-        return
-    for (name, leaf), sharding in zip(
-        named_leaves(params).items(), jax.tree.leaves(shardings), strict=True
-    ):
-        whole = not sharding.spec
-        if whole and math.prod(leaf.shape) >= LARGE:
-            axis = splitting[0]
-            raise ValueError(
-                f"parameter {name!r} has shape {tuple(leaf.shape)} and would be copied whole to "
-                f"all {mesh.size} devices: no dimension takes mesh axis {axis!r} of size "
-                f"{mesh.shape[axis]}; add a sharding rule for it ({(None,) * leaf.ndim} where "
-                "it is to be whole), or use a size that divides one of its dimensions"
-            )

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.tree import LAYER_GROUP, LayerRows, PyTree, map_named, named_leaves, owner_of
+from jaxtrain.tree import LayerGroup, LayerRows, PyTree, named_leaves, owner_of, path_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,21 +195,22 @@ class Stack:
             if part.holds(name)
         }
 
-        def one(name: str, leaf: Any) -> Any:
-            owner, words = owner_of(name, params), name.split("/")
-            grouped = any(word.startswith(LAYER_GROUP) for word in words)
+        def one(path: Any, leaf: Any) -> Any:
+            owner = owner_of(path_name(path), params)
+            keys = (getattr(key, "key", None) for key in path)
+            group = next((key for key in keys if isinstance(key, LayerGroup)), None)
             fitting = [
                 part
                 for part, sizes in rows.items()
                 if np.shape(leaf)[: part.lead] == sizes
-                and (part.holds(owner) or (owner is None and grouped))
+                and (part.holds(owner) or (owner is None and group is not None))
             ]
             # Of several, a counter without an owner is told by the number of layers in its group.
-            named = [p for p in fitting if f"{LAYER_GROUP}{sum(p.counts or ())}" in words]
-            part = next(iter(named + fitting), None)
+            own = [p for p in fitting if group is not None and group.layers == sum(p.counts or ())]
+            part = next(iter(own + fitting), None)
             return leaf if part is None else StackedLeaf(leaf, part._order(leaf))
 
-        return map_named(one, state)
+        return jax.tree_util.tree_map_with_path(one, state)
 
 
 @dataclasses.dataclass(frozen=True)

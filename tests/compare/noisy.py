@@ -16,10 +16,9 @@ def experiment_of(module, model, train, *, gather=None, when=None, **pipeline):
     No bias is zero. The layers are in natural order: what they are compared with, on one device, is
     not cut as they are in a pipeline.
     """
-    add = lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape)  # noqa: E731
     return jt.Experiment.of(
         name="noisy",
-        init_fn=lambda rng: jt.tree.map_named(add, module.init(model, rng)),
+        init_fn=lambda rng: problems.with_noise(module.init(model, rng), 0.02),
         loss_fn=None,
         optimizer=optax.adamw(1e-2, eps=1e-4),
         batch=jax.eval_shape(lambda: train[0]),
@@ -30,6 +29,20 @@ def experiment_of(module, model, train, *, gather=None, when=None, **pipeline):
         gather=gather,
         stages=module.stages(model),
         **problems.with_layout({"when": when, "pipeline": {"microbatches": 4} | pipeline}),
+    )
+
+
+def parity(module, model, batch, layout, **options):
+    """Raises where a mesh computes otherwise than one device, of a model of which no bias is 0."""
+    return jt.parity(
+        lambda rng: problems.with_noise(module.init(model, rng)),
+        module.loss_fn(model),
+        batch,
+        rules=module.RULES,
+        stages=module.stages(model),
+        gather="model",
+        layouts=[layout],
+        **options,
     )
 
 

@@ -19,6 +19,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.compare.parity import worst
 from jaxtrain.models import decoder
+from tests import problems
 from tests.problems import record_gradients
 
 TOLERANCE = 1e-5
@@ -90,11 +91,7 @@ def initial_state(form, optimizer):
     """The state that every layout starts from. (That init is the same on each is another test.)"""
 
     def init(rng):
-        # Biases that start at zero would leave nothing to be relative to.
-        params = decoder.init((FORMS | FORMS_APART)[form], rng)
-        return jt.tree.map_named(
-            lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape), params
-        )
+        return problems.with_noise(decoder.init((FORMS | FORMS_APART)[form], rng), 0.02)
 
     return jt.init_state(init, optimizer_named(optimizer), jax.random.key(0))
 

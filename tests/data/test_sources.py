@@ -278,23 +278,15 @@ def test_bad_content_is_named(tmp_path, files, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
-def test_truncated_parquet_names_the_file(tmp_path, keep):
-    path = tmp_path / "d.parquet"
-    write_parquet(path, {"text": [str(n) * 50 for n in range(3000)]}, row_group_size=500)
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(ValueError, match=r"d.parquet' is cut short or damaged"):
-        everything(text_folder(tmp_path))
-
-
-def test_parquet_damaged_inside_names_the_file(tmp_path):
+@pytest.mark.parametrize("keep", [0.3, 0.9, 0.999, None])
+def test_parquet_that_is_cut_short_or_damaged_inside_names_the_file(tmp_path, keep):
     path = tmp_path / "d.parquet"
     write_parquet(path, {"text": [str(n) * 50 for n in range(3000)]}, row_group_size=500)
     data = bytearray(path.read_bytes())
     middle = len(data) // 3
-    data[middle : middle + 2000] = b"\xff" * 2000
-    path.write_bytes(data)
+    if keep is None:
+        data[middle : middle + 2000] = b"\xff" * 2000
+    path.write_bytes(data[: int(len(data) * (keep or 1))])
     with pytest.raises(ValueError, match=r"d.parquet' is cut short or damaged"):
         everything(text_folder(tmp_path))
 

@@ -1,5 +1,7 @@
 """A model in forty lines that is no GPT, for tests of the pipeline: tied table, MLP layers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,23 @@ def loss_fn(params, batch, rng):
         layer = jax.tree.map(lambda p, i=index: p[i], params["blocks"])
         x = block(layer, x, batch, None if rng is None else jax.random.fold_in(rng, index))
     return head_loss(params, x, batch)
+
+
+def assert_lamb_agrees(layout, stack, loss_fn, stages, *, schedule, **options):
+    """Trains with LAMB in a pipeline, cut as a stack says, as on one device; the loss takes layers
+    in natural order."""
+    rules = [("^blocks/up", ("layers", "embed", "mlp")), ("^blocks/down", ("layers", "mlp", None))]
+    table = jt.parity(
+        lambda rng: stack.cut(init(rng)),
+        lambda params, batch, rng: loss_fn(stack.natural(params), batch, rng),
+        make_batch(16),
+        optimizer=jt.make_optimizer("lamb", 1e-2, eps=1e-4, stacked=stack.axes, **options),
+        rules=jt.Rules(rules, stacked=stack),
+        layouts=[layout],
+        stages=dataclasses.replace(stages, stacked=stack),
+        pipeline={"microbatches": 4, "schedule": schedule},
+    )
+    assert "1 of 1 meshes agree with one device to 1e-05" in table
 
 
 def make_batch(rows, seed=0):

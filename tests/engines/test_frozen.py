@@ -23,6 +23,7 @@ from jaxtrain.planning.walk import scan_operands
 from jaxtrain.sharding.placement import constrain_tree
 from jaxtrain.step import build_update, normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
+from tests import problems
 from tests.engines import pipelines as small
 from tests.problems import record_gradients
 
@@ -145,10 +146,7 @@ def one_device(way):
 
 def assert_same_training(found, way):
     expected = one_device("plain" if way == "plain" else "accumulated")
-    # [V, L / V, ...] is [L, ...] reshaped.
-    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
-    errors = {part: worst(found[part], expected[part]) for part in expected}
-    assert not {part: error for part, error in errors.items() if error[0] > TOLERANCE}, errors
+    problems.assert_agree(found, expected, TOLERANCE)
 
 
 def weight_gradients(jaxpr):

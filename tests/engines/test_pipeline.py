@@ -26,7 +26,7 @@ from jaxtrain.sharding.placement import constrain_tree
 from jaxtrain.stages import Stages, run_layers
 from jaxtrain.step import build_update, normalize_loss, with_policy
 from jaxtrain.tree import named_leaves
-from tests import forms
+from tests import forms, problems
 from tests.compare.test_parity import TOLERANCE
 from tests.engines import pipelines as small
 from tests.problems import record_gradients
@@ -133,15 +133,7 @@ def gpt_batches():
 @functools.cache
 def gpt_params(form):
     """Initial parameters on the host, in natural order."""
-
-    @jax.jit
-    def init(rng):
-        # Biases that start at zero would leave nothing to be relative to.
-        return jt.tree.map_named(
-            lambda name, x: x + 0.02 * jax.random.normal(jax.random.key(len(name)), x.shape),
-            decoder.init(FORMS[form], rng),
-        )
-
+    init = jax.jit(lambda rng: problems.with_noise(decoder.init(FORMS[form], rng), 0.02))
     return jax.device_get(init(jax.random.key(0)))
 
 
@@ -197,12 +189,7 @@ def pipelined(form, layout, schedule="1f1b", virtual=1, remat="full", zero=0, co
     return specs, three_steps(step, state, mesh)
 
 
-def assert_same_training(found, expected):
-    # [V, L / V, ...] is [L, ...] reshaped.
-    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
-    errors = {part: worst(found[part], expected[part]) for part in expected}
-    worse = {part: e for part, e in errors.items() if e[0] > TOLERANCE}
-    assert not worse, worse
+assert_same_training = functools.partial(problems.assert_agree, tolerance=TOLERANCE)
 
 
 @pytest.mark.parametrize(("form", "layout", "schedule", "virtual", "remat"), CASES)
@@ -571,19 +558,8 @@ def test_a_stream_of_several_arrays_and_shared_parameters(axes, schedule, virtua
     ("layout", "virtual"), [("pipe=2,data=2,tensor=2", 1), ("pipe=2,fsdp=2,tensor=2", 2)]
 )
 def test_shared_parameters_train_with_lamb_as_on_one_device(layout, virtual):
-    stack = jt.Stack(virtual=virtual)
-    rules = [("^blocks/up", ("layers", "embed", "mlp")), ("^blocks/down", ("layers", "mlp", None))]
-    table = jt.parity(
-        lambda rng: stack.cut(small.init(rng)),
-        lambda params, batch, rng: shared_loss(stack.natural(params), batch, rng),
-        small.make_batch(ROWS),
-        optimizer=jt.make_optimizer("lamb", 1e-2, eps=1e-4, stacked=stack.axes),
-        rules=jt.Rules(rules, stacked=stack),
-        layouts=[layout],
-        stages=dataclasses.replace(shared_stages(), stacked=stack),
-        pipeline={"microbatches": 4, "schedule": "interleaved"},
-    )
-    assert "1 of 1 meshes agree with one device to 1e-05" in table
+    model = jt.Stack(virtual=virtual), shared_loss, shared_stages()
+    small.assert_lamb_agrees(layout, *model, schedule="interleaved")
 
 
 def test_the_loss_of_stages_is_the_model_written_out():

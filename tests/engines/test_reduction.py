@@ -20,6 +20,7 @@ from jaxtrain.host.chips import chip_of
 from jaxtrain.ops.numerics import drop
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.state import local_bytes
+from tests import problems
 from tests.problems import record_gradients
 
 ROWS, MICROBATCHES, TOLERANCE = 32, 4, 1e-5
@@ -93,10 +94,7 @@ def train(loss_fn, mesh=None, *, stack=jt.Stack(), zero=0, policy=None, **option
 
 
 def agree(found, expected, tolerance=TOLERANCE):
-    # [V, L / V, ...] is [L, ...] reshaped.
-    found = jax.tree.map(lambda a, b: np.reshape(a, np.shape(b)), found, expected)
-    errors = {part: worst(found[part], expected[part]) for part in expected}
-    assert not {part: e for part, e in errors.items() if e[0] > tolerance}, errors
+    problems.assert_agree(found, expected, tolerance)
 
 
 def batch_collectives(step, mesh):
@@ -342,7 +340,8 @@ def test_when_weights_are_gathered_is_chosen_by_memory_with_a_reason(monkeypatch
         given = {"layout": layout, "gather": "model", "policy": "bf16", "loss_fn": masked} | given
         given |= {"optimizer": chain(), "batch": rows(), "rules": jt.Rules(RULES)}
         own = jt.Experiment.of(name="toy", init_fn=init, train_batches=None, steps=1, **given)
-        return choose_gather(own, make_abstract_state(own, mesh), mesh)
+        state = make_abstract_state(own, mesh)
+        return choose_gather(own, state, mesh, jt.gradient_shardings(state))
 
     state = jt.abstract_state(init, chain(), mesh=mesh, rules=RULES)
     split = 2 * LAYERS * WIDTH * HIDDEN

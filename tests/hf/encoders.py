@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from tests.hf import models
-from tests.hf.models import transformers
+from tests.hf.models import random_model, transformers
 
 SIZES = {name: n for name, n in models.SIZES.items() if name != "num_key_value_heads"}
 ROBERTA = SIZES | dict(type_vocab_size=1, max_position_embeddings=66)
@@ -60,16 +60,8 @@ EVERYDAY = [*list(MODELS)[:2], "modernbert, tokens", "bert, spans"]
 
 def save(name, folder, **options):
     """Saves a model whose every parameter is random, so that each of them counts."""
-    import torch
-
     kind, fields, head = MODELS[name]
-    library = transformers()
-    torch.manual_seed(0)
-    model = getattr(library, head).from_config(library.AutoConfig.for_model(kind, **fields))
-    with torch.no_grad():
-        for path, x in model.named_parameters():
-            one = "norm.weight" in path.lower()
-            x.copy_(0.3 * torch.randn(x.shape) + (1.0 if one else 0))
+    model = random_model(head, kind, fields, lambda path, x: "norm.weight" in path.lower())
     model.save_pretrained(folder, **options)
     return folder
 

@@ -105,16 +105,24 @@ def save(name, folder, *, dtype="float32", **options):
     import torch
 
     kind, fields = MODELS[name]
-    library = transformers()
-    torch.manual_seed(0)
-    model = library.AutoModelForCausalLM.from_config(library.AutoConfig.for_model(kind, **fields))
-    with torch.no_grad():
-        for path, x in model.named_parameters():
-            # Gemma's norms multiply by one more than they have.
-            one = x.ndim == 1 and "bias" not in path and "gemma" not in kind
-            x.copy_(0.3 * torch.randn(x.shape) + (1.0 if one else 0))
+    # Gemma's norms multiply by one more than they have.
+    one = lambda path, x: x.ndim == 1 and "bias" not in path and "gemma" not in kind  # noqa: E731
+    model = random_model("AutoModelForCausalLM", kind, fields, one)
     model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
     return folder
+
+
+def random_model(head, kind, fields, one):
+    """A model of the library whose every parameter is random, about 1 where ``one(path, x)``."""
+    import torch
+
+    library = transformers()
+    torch.manual_seed(0)
+    model = getattr(library, head).from_config(library.AutoConfig.for_model(kind, **fields))
+    with torch.no_grad():
+        for path, x in model.named_parameters():
+            x.copy_(0.3 * torch.randn(x.shape) + (1.0 if one(path, x) else 0))
+    return model
 
 
 def logits(folder, tokens=TOKENS):

@@ -6,11 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-import jaxtrain as jt
 from jaxtrain import hf
 from jaxtrain.hf import safetensors
 from jaxtrain.models import vit
-from jaxtrain.tree import map_named
+from tests.compare import noisy
 from tests.hf import models
 
 SIZES = dict(
@@ -32,18 +31,12 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
-    library = models.transformers()
+    models.transformers()
 
     @functools.cache
     def save(name):
-        import torch
-
         folder, (head, fields) = tmp_path_factory.mktemp("model"), MODELS[name]
-        torch.manual_seed(0)
-        model = getattr(library, head).from_config(library.AutoConfig.for_model("vit", **fields))
-        with torch.no_grad():
-            for path, x in model.named_parameters():
-                x.copy_(0.3 * torch.randn(x.shape) + (1.0 if "norm" in path else 0))
+        model = models.random_model(head, "vit", fields, lambda path, x: "norm" in path)
         model.save_pretrained(folder)
         return folder
 
@@ -141,24 +134,7 @@ CONFIG = vit.ViTConfig(
     ],
 )
 def test_every_mesh_agrees_with_one_device(layout, policy):
-    def init(rng):
-        """Noise on what it starts from, so that no bias is zero."""
-        return map_named(
-            lambda name, x: x + 0.1 * jax.random.normal(jax.random.key(len(name)), x.shape),
-            vit.init(CONFIG, rng),
-        )
-
-    jt.parity(
-        init,
-        vit.loss_fn(CONFIG),
-        batch(CONFIG.image, 16),
-        rules=vit.RULES,
-        stages=vit.stages(CONFIG),
-        gather="model",
-        layouts=[layout],
-        steps=2,
-        policy=policy,
-    )
+    noisy.parity(vit, CONFIG, batch(CONFIG.image, 16), layout, steps=2, policy=policy)
 
 
 def test_what_does_not_fit_is_refused():

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-import jaxtrain as jt
 from jaxtrain.models import encoder, layers
 from jaxtrain.models.encoder import EncoderConfig
-from jaxtrain.tree import map_named
+from tests import problems
+from tests.compare import noisy
 
 # Values are compared, and how fast they are computed does not matter.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
@@ -40,11 +40,7 @@ CLASSES = dataclasses.replace(SMALL, head="classes", classes=3, loss_chunk=None,
 
 
 def init(config, rng):
-    """Noise on what it starts from, so that no bias is zero."""
-    return map_named(
-        lambda name, x: x + 0.1 * jax.random.normal(jax.random.key(len(name)), x.shape),
-        encoder.init(config, rng),
-    )
+    return problems.with_noise(encoder.init(config, rng))
 
 
 def rows(config):
@@ -84,17 +80,7 @@ def rows(config):
     ids=lambda value: getattr(value, "head", None),
 )
 def test_every_mesh_agrees_with_one_device(config, layout, policy):
-    jt.parity(
-        functools.partial(init, config),
-        encoder.loss_fn(config),
-        rows(config),
-        rules=encoder.RULES,
-        stages=encoder.stages(config),
-        gather="model",
-        layouts=[layout],
-        steps=2,
-        policy=policy,
-    )
+    noisy.parity(encoder, config, rows(config), layout, steps=2, policy=policy)
 
 
 def test_predictions_are_of_their_places_and_padding_is_not_seen():

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-import jaxtrain as jt
 from jaxtrain.flops import count_flops
 from jaxtrain.models import decoder
 from jaxtrain.ops import tiled
 from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
+from tests import problems
+from tests.compare import noisy
 
 MODEL = decoder.DecoderConfig(
     vocab_size=61,
@@ -52,11 +53,7 @@ GEMMA = dataclasses.replace(
 
 
 def init(model, rng):
-    """Noise on what it starts from, so that no bias is zero."""
-    return jt.tree.map_named(
-        lambda name, x: x + 0.1 * jax.random.normal(jax.random.key(len(name)), x.shape),
-        decoder.init(model, rng),
-    )
+    return problems.with_noise(decoder.init(model, rng))
 
 
 def batch():
@@ -85,16 +82,7 @@ def batch():
 )
 def test_every_mesh_agrees_with_one_device(model, block, layout, monkeypatch):
     monkeypatch.setattr(tiled, "_block", lambda T: block)
-    model = {"gemma": GEMMA, "qwen": MODEL}[model]
-    jt.parity(
-        functools.partial(init, model),
-        decoder.loss_fn(model),
-        batch(),
-        rules=decoder.RULES,
-        stages=decoder.stages(model),
-        gather="model",
-        layouts=[layout],
-    )
+    noisy.parity(decoder, {"gemma": GEMMA, "qwen": MODEL}[model], batch(), layout)
 
 
 def test_layers_with_a_window_cost_what_they_do_alone():

@@ -1,7 +1,5 @@
 """The norms of every layer: against NumPy float64, on stacked layers, on a mesh, over a resume."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,20 +204,9 @@ def test_a_mesh_measures_what_one_device_does_and_a_resumed_run_goes_on(tmp_path
     ],
 )
 def test_a_pipeline_measures_what_one_device_does(layout, stack):
-    rules = [("^blocks/up", ("layers", "embed", "mlp")), ("^blocks/down", ("layers", "mlp", None))]
-    schedule = "interleaved" if stack.virtual > 1 else "1f1b"
-    table = jt.parity(
-        lambda rng: stack.cut(small.init(rng)),
-        lambda params, batch, rng: small.loss_fn(stack.natural(params), batch, rng),
-        small.make_batch(16),
-        # Compared with the rest of the optimizer's state, leaf by leaf.
-        optimizer=jt.make_optimizer("lamb", 1e-2, eps=1e-4, stacked=stack.axes, watch_every=2),
-        rules=jt.Rules(rules, stacked=stack),
-        layouts=[layout],
-        stages=dataclasses.replace(small.STAGES, stacked=stack),
-        pipeline={"microbatches": 4, "schedule": schedule},
-    )
-    assert "1 of 1 meshes agree with one device to 1e-05" in table
+    # Compared with the rest of the optimizer's state, leaf by leaf.
+    how = {"schedule": "interleaved" if stack.virtual > 1 else "1f1b", "watch_every": 2}
+    small.assert_lamb_agrees(layout, stack, small.loss_fn, small.STAGES, **how)
 
 
 def test_a_run_that_does_not_watch_keeps_nothing_and_the_arguments_are_checked():

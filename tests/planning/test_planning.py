@@ -403,8 +403,9 @@ def test_after_a_run(monkeypatch):
     experiment = small()
     state = jt.build.make_abstract_state(experiment, mesh)
     train = jt.build.compile_train(experiment, state, mesh)
-    assert comparison.compare_with_run({1: train}, mesh, experiment, 0.5) == []
-    lines = comparison.compare({1: train}, mesh, experiment, 0.5)
+    estimated = comparison.estimate_compiled({1: train}, experiment, state, mesh)
+    assert comparison.compare_with_run({1: train}, mesh, estimated, 0.5) == []
+    lines = comparison.compare({1: train}, mesh, estimated, 0.5)
     assert lines[0].endswith("measured: the cpu backend keeps no count")
     assert lines[1] == "predicted step time: none, the peaks of 'cpu' are not known"
     # As on a chip that is in the table, with a count of its memory.
@@ -413,14 +414,18 @@ def test_after_a_run(monkeypatch):
     monkeypatch.setattr(
         comparison, "memory", types.SimpleNamespace(device_memory=lambda: {"peak": 2 * predicted})
     )
-    lines = comparison.compare({1: train}, mesh, experiment, 0.5)
+    lines = comparison.compare({1: train}, mesh, estimated, 0.5)
     assert lines[0].endswith("(+100.0%)")
-    roofline = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
+    roofline = comparison.predict(train, mesh, estimated, chips.CHIPS["v5e"])
     assert lines[1].endswith(f"measured 500.0 ms, {0.5 / roofline.step_seconds:.2f} times")
+    (_, unknown) = comparison.compare({1: train}, mesh, None, 0.5)
+    assert unknown == "predicted step time: none, the step's trace was not understood"
     # Of a program that XLA cannot print, the traffic is that of the trace.
     monkeypatch.setattr(jax.stages.Compiled, "as_text", lambda self: "a new way of writing")
-    traced = comparison.predict(train, mesh, experiment, chips.CHIPS["v5e"])
+    traced = comparison.predict(train, mesh, estimated, chips.CHIPS["v5e"])
     assert traced.interconnect["data"] == pytest.approx(roofline.interconnect["data"], rel=0.3)
+    monkeypatch.setattr(estimate, "walk_step", lambda *given, **options: 1 / 0)
+    assert comparison.estimate_compiled({1: train}, experiment, state, mesh) is None
 
 
 @pytest.mark.slow

@@ -524,10 +524,12 @@ def test_flags_that_were_typed_fix_the_schedule(monkeypatch):
     assert open_schedules(pipeline(schedule="gpipe")) == [("gpipe", 1)]
     asked = {}
     monkeypatch.setattr(module, "run_search", lambda *_, **given: asked.update(given))
-    with contextlib.suppress(AttributeError):  # there is no result
-        flags = ["--target", "v5e:2x2", "--search", "--pipeline.schedule", "1f1b"]
-        cli.main(["plan", "experiments.gpt", *flags])
-    assert "pipeline.schedule" in asked["typed"]
+    by_flags = {"--pipeline.schedule 1f1b": {"pipeline.schedule"}, "": set()}
+    by_flags["--pipeline.virtual=1 --no-sequence-parallel"] = {"pipeline.virtual"}
+    for flags, fixed in by_flags.items():
+        with contextlib.suppress(AttributeError):  # there is no result
+            cli.main(["plan", "experiments.gpt", "--target", "v5e:2x2", "--search", *flags.split()])
+        assert asked["typed"] == fixed
 
 
 def test_gpipe_which_is_not_searched_is_no_faster_than_1f1b_and_holds_no_less():

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -32,20 +31,12 @@ class Rows:
         return {name: value[index] for name, value in self.batch.items()}
 
 
-def noisy_loss(params, batch, rng):
-    """The shared loss with dropout on its inputs, so that resuming must restore randomness too."""
-    if rng is not None:
-        keep = jax.random.bernoulli(rng, 0.8, batch["x"].shape)
-        batch = batch | {"x": jnp.where(keep, batch["x"], 0.0)}
-    return problems.loss_fn(params, batch, rng)
-
-
 def make_experiment(steps=12, **changes):
     batches = data.Batches(Rows(), global_batch=8, seed=0)
     experiment = jt.Experiment.of(
         name="toy",
         init_fn=problems.init,
-        loss_fn=noisy_loss,
+        loss_fn=problems.noisy_loss,
         optimizer=jt.make_optimizer(
             "adamw", jt.schedules.cosine(1e-2, warmup_steps=2, total_steps=12), accumulate=3
         ),

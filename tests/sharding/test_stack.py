@@ -13,7 +13,7 @@ from jaxtrain import optim
 from jaxtrain.models import decoder
 from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.sharding.stack import LayerOrder, StackedLeaf
-from jaxtrain.tree import LAYER_GROUP, named_leaves
+from jaxtrain.tree import LayerGroup, named_leaves
 
 
 def state_of(params, opt_state=None):
@@ -116,8 +116,8 @@ def test_a_counter_of_two_stacks_is_told_by_the_layers_of_its_own():
     optimizer = jt.make_optimizer("adafactor", 0.1, stacked=stack.axes)
     found = named_leaves(stack.in_order(state_of(params, jax.device_get(optimizer.init(params)))))
     layers = {name: leaf.shape[0] for name, leaf in found.items() if isinstance(leaf, StackedLeaf)}
-    for group, key, count in (("4", "encoder", 4), ("5", "decoder", 5)):
-        mine = {n: x for n, x in layers.items() if f"{LAYER_GROUP}{group}/" in n or key in n}
+    for key, count in (("encoder", 4), ("decoder", 5)):
+        mine = {n: x for n, x in layers.items() if f"{LayerGroup(count)}/" in n or key in n}
         assert any(name.endswith("count") for name in mine)
         assert set(mine.values()) == {count}
 

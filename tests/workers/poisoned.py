@@ -2,22 +2,12 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxtrain as jt
 from jaxtrain import data
 from jaxtrain.run.options import LayoutFlags
 from tests import problems
-
-
-def noisy_loss(params, batch, rng):
-    """The shared loss with dropout on its inputs: a replay must have the step's randomness too."""
-    if rng is not None:
-        keep = jax.random.bernoulli(rng, 0.8, batch["x"].shape)
-        batch = batch | {"x": jnp.where(keep, batch["x"], 0.0)}
-    return problems.loss_fn(params, batch, rng)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +38,7 @@ def build(config: Config) -> jt.Experiment:
     return config.experiment(
         "poisoned",
         init_fn=problems.init,
-        loss_fn=noisy_loss,
+        loss_fn=problems.noisy_loss,
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=problems.make_batch(),
         train_batches=lambda start, sharding: data.BatchStream(

@@ -1,23 +1,21 @@
 """Facts of a run, for its header and its report, and its conclusion."""
 
 import contextlib
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxtrain.build import build_step, natural
+from jaxtrain.build import natural
 from jaxtrain.compile import CompiledStep
 from jaxtrain.decisions import describe
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
 from jaxtrain.host.paths import as_path
-from jaxtrain.planning import by_layer
-from jaxtrain.planning.estimate import estimate_traced, trace_step
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import CONCLUSION, Journal
+from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.report.command import leave_report
 from jaxtrain.run.observe.report.records import read_run
 from jaxtrain.sharding.mesh import describe_mesh
@@ -61,25 +59,6 @@ def header_facts(
     }
 
 
-def memory_facts(
-    experiment: Experiment, mesh: Mesh, state: TrainState, programs: Mapping[int, CompiledStep]
-) -> dict[str, Any]:
-    """Divides a compiled step's memory into parts, for the report; the arguments are those of
-    :func:`header_facts`. Returns bytes on one device: ``peak``, by the compiler, and ``parts``, a
-    list of the fields of :class:`jaxtrain.planning.by_layer.Part`. ``kept`` is 0 if the estimate
-    cannot follow the step."""
-    train, kept = next(iter(programs.values())), {}
-    given = (state, experiment.data.batch, mesh, experiment.laid.rules)
-    with contextlib.suppress(Exception):  # It is for a picture alone, which must stop no run.
-        traced = train.jaxpr
-        if experiment.layout.steps_per_call > 1:
-            traced = trace_step(build_step(experiment, state, mesh), *given)
-        kept = estimate_traced(traced, *given, kind=mesh.devices.flat[0].platform).kept
-    layers = by_layer.layers_per_device(experiment, state, mesh)
-    parts = [dataclasses.asdict(part) for part in by_layer.parts_of(state, kept, layers)]
-    return {"peak": train.memory_bytes, "parts": parts}
-
-
 def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:
     if experiment.layout.steps_per_call == 1:
         return ""
@@ -101,7 +80,8 @@ def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:
 def since_start(run_dir: str, evaluation: Mapping[str, Any]) -> list[str]:
     """Says how held-out losses have changed since before the first step, where they were evaluated
     then."""
-    found, names = [], [n for n in evaluation if n == "loss" or n.endswith("/loss")]
+    found = []
+    names = [name for name in evaluation if Metric("eval", name).is_held_out_loss]
     with contextlib.suppress(OSError, ValueError):  # a log that cannot be read ends no run
         series = read_run(as_path(run_dir), "").series
         for name in names:

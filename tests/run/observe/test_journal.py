@@ -17,7 +17,7 @@ from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.report import health, records
 from jaxtrain.run.observe.report.command import leave_report
 from tests.run.survive.processes import last_step
-from tests.run.survive.test_kill import start, texts  # noqa: F401
+from tests.run.survive.test_kill import start
 from tests.run.test_loop import make_experiment
 
 
@@ -129,7 +129,7 @@ def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_account_of_a_run_that_is_killed_is_its_time_on_the_wall(texts, tmp_path):  # noqa: F811
+def test_the_account_of_a_run_that_is_killed_is_its_time_on_the_wall(texts, tmp_path):
     run, began, ended = tmp_path / "run", [], []
     for kill_after in (30, 70, None):
         process = start(tmp_path, texts, run, 120, "--auto-resume")

@@ -222,6 +222,7 @@ def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
 
 def test_alerts_are_marked_and_told_and_charts_are_of_what_is_measured(tmp_path):
     more = {"run__alerts": 1, "host__cpu": 0.5, "host__cpu_process": 3, "host__process_memory": 2e9}
+    more |= {"train__of_process": 4.0, "train__of_memory": 5.0}  # a model's own, and so no other
     run = write_run(tmp_path / "a", [line(1, **more), line(2, **more)])
     told = [
         {
@@ -239,7 +240,9 @@ def test_alerts_are_marked_and_told_and_charts_are_of_what_is_measured(tmp_path)
     assert (of["marks"]["alert"], of["checkpoints"]) == ([2], [])
     assert of["events"][0] == ["2026-01-01 00:00:02", "", "", "alert stall in step 2: <b>"]
     charts = {chart["title"]: chart for chart in drawn["charts"]}
-    assert charts.keys() == {"Loss", "Host cpu", "Host process memory"}
+    own = {"Of process", "Of memory"}
+    assert charts.keys() == {"Loss", "Host cpu", "Host process memory"} | own
+    assert all("unit" not in charts[title] for title in own)
     assert charts["Host process memory"]["unit"] == "bytes"
 
 

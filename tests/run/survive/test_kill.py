@@ -4,7 +4,6 @@ import json
 import random
 import signal
 
-import numpy as np
 import pytest
 
 from experiments.gpt import Config, build
@@ -18,17 +17,6 @@ from tests.run.survive.processes import Process, last_step, logged
 FLAGS = "--layers 1 --width 16 --heads 2 --seq-len 16 --global-batch 8 --held-out-bytes 500"
 FLAGS += " --sample-tokens 0 --precision fp16 --dropout 0.1 --optimizer.name adamw --log-every 1"
 FLAGS += " --optimizer.accumulate 3 --optimizer.skip-spikes 3 --save-every 4"
-
-
-@pytest.fixture
-def texts(tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    words = ["stage", "bubble", "mesh", "shard", "loss", "step", "grad"]
-    for i in range(6):
-        order = np.random.default_rng(i).integers(0, len(words), 200)
-        (folder / f"{i}.txt").write_text(" ".join(words[j] for j in order))
-    return folder
 
 
 def start(tmp_path, texts, run, steps, *more):

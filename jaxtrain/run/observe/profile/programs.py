@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import NamedTuple
 
-from jaxtrain.ops.attention import KERNEL_SCOPE
+from jaxtrain.ops.attention import in_fused_kernel
 from jaxtrain.planning.hlo import COLLECTIVES
 from jaxtrain.planning.scopes import scopes_of
 
@@ -176,7 +176,7 @@ def kind_of(
                 if re.match(rf"{kind}\b", each):
                     return kind
     called = f"{target} {name}".lower() if "custom-call" in contents else ""
-    if KERNEL_SCOPE in path or re.search("mha|flash|splash|attention", called):
+    if in_fused_kernel(path) or re.search("mha|flash|splash|attention", called):
         return ATTENTION
     # The TPU compiler writes a matrix product as a convolution.
     if path.endswith("conv_general_dilated") or "conv" in called:

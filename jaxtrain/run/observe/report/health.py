@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxtrain.run.observe import alert_rules, journal
 from jaxtrain.run.observe.goodput import lost_steps
+from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.report.records import Record
 
 # The most serious first.
@@ -114,9 +115,8 @@ def _held_out(record: Record) -> list[Finding]:
     found = []
     for name in record.held_out_losses:
         if (values := record.values(name)).size:
-            called = "Held-out loss" if name == "eval/loss" else f"Held-out {name[5:]}"
-            text = f"{called} is {values[-1]:#.4g}; its best is {values.min():#.4g}."
-            found.append(Finding("good", text))
+            text = f"{values[-1]:#.4g}; its best is {values.min():#.4g}."
+            found.append(Finding("good", f"Held-out {Metric.of(name).name} is {text}"))
     return found
 
 

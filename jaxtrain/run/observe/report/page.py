@@ -14,6 +14,7 @@ import numpy as np
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.run.observe import journal
 from jaxtrain.run.observe.goodput import account, spent
+from jaxtrain.run.observe.metric import MACHINE, Metric
 from jaxtrain.run.observe.report import heat, landscapes
 from jaxtrain.run.observe.report.flame import traced
 from jaxtrain.run.observe.report.health import duration, examine, recent
@@ -161,13 +162,12 @@ def _tiles(record: Record) -> list[dict[str, str]]:
         if (values := record.values(name)).size:
             best = f"best {values.min():#.4g}"
             value = f"{values[-1]:#.4g}"
-            tiles.append({"name": f"held-out {name[5:]}", "value": value, "note": best})
+            tiles.append({"name": f"held-out {Metric.of(name).name}", "value": value, "note": best})
     for name in record.rates:
         rates = record.values(name)
-        item = name[5:].removesuffix("_per_second")
         note = f"median {human_count(float(np.median(rates)))}" if rates.size else ""
         value = human_count(float(rates[-1])) if rates.size else "-"
-        tiles.append({"name": f"{item}/s", "value": value, "note": note})
+        tiles.append({"name": f"{Metric.of(name).item}/s", "value": value, "note": note})
     if times := account(record.attempts):
         part = times.get("step", 0.0) / sum(times.values())
         note = f"of {duration(sum(times.values()))}"
@@ -237,7 +237,7 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
         _chart("Loss", ["train/loss", *held_out], wide=True, smooth=True, marks=True),
         _chart("Gradient norm", ["train/grad_norm"], log=True, smooth=True, marks=True),
         _chart("Learning rate", ["train/learning_rate"], zero=True),
-        *(_chart(f"{n[5:-11].capitalize()} per second", [n], zero=True) for n in rates),
+        *(_chart(f"{Metric.of(n).item.capitalize()} per second", [n], zero=True) for n in rates),
         _chart("Seconds per step", ["time/step_seconds", "time/data_seconds"], zero=True),
         _chart("Model FLOPs utilisation", ["time/mfu"], zero=True),
         _chart("Device memory", ["memory/in_use", "memory/peak"], zero=True, unit="bytes"),
@@ -247,18 +247,18 @@ def _charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
     known = {name for chart in charts for name in chart["series"]}
     known |= {"train/skipped", "train/spike", "train/weight", "data/epoch"}
-    known |= {name for name in names if name.startswith("run/")}  # told in words
-    known |= {name for name in names if name.endswith("_process")}  # which one it was
     for name in names:
-        # An evaluation goes with the same metric of training, where there is one.
-        if name in known or (name.startswith("eval/") and f"train/{name[5:]}" in names):
+        metric = Metric.of(name)
+        # Those of the run are told in words, and an evaluation goes with the same metric of
+        # training, where there is one.
+        drawn = metric.group == "eval" and f"train/{metric.name}" in names
+        if name in known or drawn or metric.group == "run" or metric.is_process:
             continue
-        trained = name.startswith("train/")
-        pair = [name, f"eval/{name[6:]}"] if trained else [name]
-        title = name.removeprefix("train/").replace("_", " ")
-        title = title if trained else title.replace("/", " ", 1)
-        options = {"zero": True} if name.startswith(("host/", "device/")) else {}
-        options |= {"unit": "bytes"} if name.endswith("_memory") else {}
+        trained = metric.group == "train"
+        pair = [name, f"eval/{metric.name}"] if trained else [name]
+        title = (metric.name if trained else " ".join(metric)).replace("_", " ").strip()
+        options = {"zero": True} if metric.group in MACHINE else {}
+        options |= {"unit": "bytes"} if metric.is_bytes else {}
         charts.append(_chart(title[:1].upper() + title[1:], pair, smooth=trained, **options))
     there = set(names)
     for chart in charts:

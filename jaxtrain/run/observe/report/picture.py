@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from etils import epath
 
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
+from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.report.records import Record, downsample
 
 BUCKETS = 1000
@@ -30,7 +31,7 @@ def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
                     continue
                 points = downsample(record.series[name], BUCKETS)
                 held = name in held_out
-                label = record.name + (f", held-out {name[5:]}" if held else "")
+                label = record.name + (f", held-out {Metric.of(name).name}" if held else "")
                 style = {"marker": ".", "linestyle": "--"} if held else {}
                 color = f"C{i + len(records) * held}"
                 axes.plot(

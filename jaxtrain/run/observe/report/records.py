@@ -16,6 +16,7 @@ from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists, is_folder, json_object, read_if_there
 from jaxtrain.run.folder import CHANGES, CONFIG, EVENTS, HEARTBEAT, LOG, OWNER, STOPPED
 from jaxtrain.run.observe import goodput, journal
+from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.throughput import PARTS
 from jaxtrain.run.provenance import flatten
 
@@ -88,12 +89,12 @@ class Record:
     @property
     def held_out_losses(self) -> list[str]:
         """The names of the held-out losses that it has logged."""
-        return [n for n in self.series if n.startswith("eval/") and n.split("/")[-1] == "loss"]
+        return [n for n in self.series if Metric.of(n).is_held_out_loss]
 
     @property
     def rates(self) -> list[str]:
         """The names of its throughput, such as ``time/tokens_per_second``."""
-        return [n for n in self.series if n.startswith("time/") and n.endswith("_per_second")]
+        return [n for n in self.series if Metric.of(n).item]
 
     def happened(self, event: str) -> list[dict[str, Any]]:
         """The lines of the journal that tell of an event."""
