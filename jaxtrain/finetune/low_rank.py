@@ -18,14 +18,7 @@ from jaxtrain.ops.packed import Packed
 from jaxtrain.optim import masks
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.tree import (
-    PyTree,
-    map_kind,
-    map_named,
-    named_leaves,
-    nodes_of,
-    path_name,
-)
+from jaxtrain.tree import PyTree, map_kind, map_named, named_leaves, nodes_of, path_name
 
 
 @dataclasses.dataclass(frozen=True)
