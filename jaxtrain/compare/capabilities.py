@@ -125,6 +125,8 @@ def _optimizers() -> Iterator[Capability]:
     # Of the recipes the one that no layout changes: the others' scales are of a microbatch.
     for name in ("bf16", "pure_bf16", "fp16", "fp8"):
         yield Capability(name, "precision", flags=("--precision", name), called=f"precision|{name}")
+    flags, called = ("--precision", "fp8"), "count.rounding|precision|fp8"
+    yield Capability("rounding counted", "precision", flags=flags, called=called, change=_counted)
     for name in OPTIMIZERS:
         yield Capability(name, "optimizer", flags=("--optimizer.name", name))
     for name, *flags in (
@@ -208,6 +210,10 @@ def _averaged(step: Callable[..., Any]) -> Callable[..., Any]:
         return state, jax.tree.map(lambda x: x.mean(0), metrics)
 
     return both
+
+
+def _counted(experiment: Experiment) -> Experiment:
+    return experiment.with_(policy=dataclasses.replace(experiment.policy, count_rounding=True))
 
 
 def _multi_steps(experiment: Experiment) -> Experiment:

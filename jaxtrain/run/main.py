@@ -65,6 +65,9 @@ class Config:
     recipe_in: str | None = None
     """Regex of the kernels whose products --precision fp8 to nvfp4 rounds, such as /mlp/; left out,
     all of attention and MLP, and the others stay in bf16."""
+    count_rounding: bool = False
+    """Log which share of the values of products' operands --precision fp8 to nvfp4 saturates and
+    flushes to 0, by layer: flushed/gradients/blocks and so on."""
     cast_batch: str | None = None
     """Regex of names of batch arrays, such as '^x$': floating-point ones that match are cast to the
     dtype of the compute; a model that casts its inputs itself needs none."""
@@ -154,6 +157,7 @@ class Config:
                     f"operands of products; give one of {', '.join(RECIPES)}, or leave it out"
                 )
             policy = dataclasses.replace(policy, recipe_in=self.recipe_in)
+        policy = dataclasses.replace(policy, count_rounding=self.count_rounding)
         ours = {"steps": self.steps, "layout": self.layout, "policy": policy, "seed": self.seed}
         ours |= {"items_per_step": self.global_batch, "item": "rows"}
         return Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
