@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.build import compile_eval, evaluate, make_experiment_mesh, make_state
-from jaxtrain.compare import command, turns
+from jaxtrain.compare import command, rounding, turns
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.main import load_experiment
 from jaxtrain.sharding.rules import batch_sharding
@@ -153,3 +153,56 @@ def test_a_variant_that_does_not_fit_is_named():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     with pytest.raises(jax.errors.JaxRuntimeError), turns.naming("x=1"):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_seeds_are_pooled_and_a_mesh_has_no_rounding_to_compare(capsys, tmp_path):
+    flags = ["--vary", "precision=f32,bf16", "--rounds", "2", "--block-steps", "2"]
+    flags += ["--optimizer.learning-rate", "0.1"]
+    given = [*flags, "--seeds", "2", "--out", str(tmp_path)]
+    status, out, _ = commands.run(capsys, "compare", MODULE, *given)
+    assert status == 0
+    found = json.loads((tmp_path / "compare.json").read_text())["variants"]
+    names = [f"precision={name} seed={seed}" for name in ("f32", "bf16") for seed in (0, 1)]
+    assert [each["name"] for each in found] == names
+    for name, pair in zip(("f32", "bf16"), (found[:2], found[2:]), strict=True):
+        (line,) = [line for line in out.splitlines() if line.startswith(f"precision={name} ")]
+        losses = [each["held_out"] for each in pair]
+        assert losses[0] != losses[1]
+        assert f"{np.mean(losses):.4f}  {min(losses):.4f} to {max(losses):.4f}" in line
+    for more, words in (
+        (["--vary", "seed=1,2", "--seeds", "2"], "--seeds is 2 and --vary has a seed too"),
+        (["--rounding", "1"], "--rounding is 1 on 8 devices: gradients are compared with"),
+    ):
+        status, _, error = commands.run(capsys, "compare", MODULE, *flags, *more)
+        assert status
+        assert words in error
+
+
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_decibels_and_shares_are_those_of_a_models_gradients(recipe):
+    from experiments import gpt
+
+    sizes = {"layers": 2, "width": 32, "heads": 2, "seq_len": 16, "global_batch": 2, "steps": 1}
+    experiment = gpt.outline(gpt.Config(precision=recipe, **sizes))
+    mesh = make_experiment_mesh(experiment, jax.devices()[:1])
+    state, loss = make_state(experiment, mesh), jt.loss_from_stages(experiment.laid.stages)
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 17))
+    shared = {"mask": np.ones((2, 16), "f"), "segments": np.ones((2, 16), int)}
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **shared}
+    batch["positions"] = np.tile(np.arange(16), (2, 1))
+    found = rounding.measure(experiment, state, [batch])
+    exact, given = (
+        jax.jit(jax.grad(lambda p, own=own: loss(own.cast_to_compute(p), batch, None).total))(
+            state.params
+        )
+        for own in (jt.Policy(), experiment.policy)
+    )
+    signal, noise = np.zeros(2), np.zeros(2)
+    for g, own in zip(*map(jax.tree.leaves, (exact["blocks"], given["blocks"])), strict=True):
+        signal += np.square(np.asarray(g, float)).reshape(2, -1).sum(1)
+        noise += np.square(np.asarray(g, float) - np.asarray(own, float)).reshape(2, -1).sum(1)
+    expected = 20 * np.log10(np.sqrt(signal) / np.sqrt(noise))
+    np.testing.assert_allclose(found["decibels/blocks"], expected, atol=0.5)  # rounding of bf16
+    kinds = [name for name in found if name.startswith("flushed")]
+    assert len(kinds) == (3 if recipe == "nvfp4" else 0)
+    assert all(0 < share < 0.5 for name in kinds for share in found[name])
