@@ -21,6 +21,7 @@ import optax
 from jaxtrain.compare import parity, whole_runs
 from jaxtrain.compare.whole_runs import Check
 from jaxtrain.engines.plain import Engine, GradientSums, plain
+from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distillation
@@ -311,6 +312,8 @@ def _changes() -> Iterator[Capability]:
     own = functools.partial(Capability, group="of one's own")
     engine, method = Engine(_clipped, row_wise=True), Method(_averaged, start=_replicas)
     yield own("an engine", change=lambda e: e.with_(engine=engine), called="engine")
+    same = lambda e: e.with_(engine=rounded(None))  # noqa: E731  what is drawn goes by the layout
+    yield own("rounded gradients, neutral", change=same, called="engine")
     yield own("a method", change=lambda e: e.with_(method=method), called="method")
     yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
 
