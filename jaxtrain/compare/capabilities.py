@@ -24,7 +24,7 @@ from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
-from jaxtrain.finetune.distill import Distillation
+from jaxtrain.finetune.distill import Distillation, StoredDistillation
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.preferences import Preferences
 from jaxtrain.finetune.quantize import Quantize
@@ -268,6 +268,22 @@ def _distilled(experiment: Experiment) -> Experiment:
     return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
 
 
+def _answered(experiment: Experiment) -> Experiment:
+    """A teacher's stored answers, which are functions of the tokens."""
+    model = trained.read_model(experiment.metadata.config, where="compose")
+    loss = decoder.stored_distillation_loss(model, temperature=2.0, mix=0.5)
+
+    def head_loss(params: Any, x_BTD: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
+        ids_BT3 = (batch["tokens"][..., None] + jnp.array([0, 3, 7])) % model.vocab_size
+        log_probs_BT4 = jnp.log(jnp.array([0.5, 0.2, 0.1, 0.2])) + jnp.zeros(
+            (*ids_BT3.shape[:2], 4)
+        )
+        told = {"teacher_ids": ids_BT3, "teacher_log_probs": log_probs_BT4}
+        return loss(params, x_BTD, {**batch, **told})
+
+    return apply(experiment, StoredDistillation(head_loss))
+
+
 def _with_head(head: str, experiment: Experiment) -> Experiment:
     """An encoder with a head for tags or spans, which are functions of its tokens."""
     config = experiment.metadata.config
@@ -305,6 +321,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("preferences", change=_preferences, **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}
     yield tune("distillation", change=_distilled, **names)
+    names = {"called": "distil|answers|losses? of their own", "module": "experiments.gpt"}
+    yield tune("distillation, stored", change=_answered, **names)
 
 
 def _changes() -> Iterator[Capability]:

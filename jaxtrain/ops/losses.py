@@ -1,7 +1,7 @@
 """Output logits and the cross-entropy of tokens, without keeping the logits.
 
 Shapes: B batch, T positions, N tokens (of a tile), D width, E width of a teacher, V columns of the
-projection (vocabulary and padding), S shards of the batch, M = N / S.
+projection (vocabulary and padding), S shards of the batch, M = N / S, K tokens that are stored.
 """
 
 import functools
@@ -160,6 +160,61 @@ def divergence(
         return None, _in_rows((nll_N, hit_N, kl_N), parts)
 
     _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, teacher_x_BTE)
+    return tuple((each_BT * mask_BT).sum() for each_BT in per_token)
+
+
+def stored_divergence(
+    x_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    ids_BTK: jax.Array,
+    log_probs_BTK1: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums as :func:`divergence` does, of a teacher's stored log-probabilities.
+
+    A teacher has probabilities of K tokens and one of all others together, and so has the student:
+    their divergence is at most that of all tokens, and the same where K is ``vocab_size``.
+
+    Args:
+      ids_BTK: tokens, different ones, in any order.
+      log_probs_BTK1: their log-probabilities at the ``temperature``, and that of all others.
+
+    Other arguments and errors, and results, are those of :func:`divergence`.
+    """
+    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
+    form = _Form(vocab_size, tiles, 0.0, softcap)
+    kernel_SDV = copies(kernel_DV, _batch_shards(x_BTD.shape[0]), axes=(None, "vocab"))
+    mask_BT = mask_BT.astype(wide(x_BTD.dtype))
+
+    @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
+    def tile(_, parts):
+        x_BTD, targets_BT, *stored = parts
+        x_ND, targets_N = _gathered((x_BTD, targets_BT))
+        ids_NK, log_p_NK1 = (a.reshape(-1, a.shape[-1]) for a in stored)
+        log_p_NK1 = log_p_NK1.astype(jnp.float32)
+        logits_NV = _tile_logits(form, x_ND, kernel_SDV)
+        nll_N, hit_N, _ = _token_losses(vocab_size, logits_NV, targets_N)[0]
+        column = jnp.arange(logits_NV.shape[1])
+        log_q_NV = jnp.where(column < vocab_size, logits_NV / temperature, MASKED)
+        log_q_NV = jax.nn.log_softmax(log_q_NV)
+        # Comparisons and sums, not a gather: the vocabulary may be sharded.
+        same_NKV = ids_NK[:, :, None] == column
+        stored_NV = same_NKV.any(1)
+        log_p_NV = jnp.where(same_NKV, log_p_NK1[:, :-1, None], 0.0).sum(1)
+        kl_NV = jnp.where(stored_NV, jnp.exp(log_p_NV) * (log_p_NV - log_q_NV), 0.0)
+        rest_N = jnp.where(has_rest := jnp.exp(log_p_NK1[:, -1]) > 0, log_p_NK1[:, -1], 0.0)
+        log_q_N = jax.nn.logsumexp(jnp.where(stored_NV, MASKED, log_q_NV), axis=1)
+        rest_N = jnp.where(has_rest, jnp.exp(rest_N) * (rest_N - log_q_N), 0.0)
+        return None, _in_rows((nll_N, hit_N, kl_NV.sum(1) + rest_N), parts)
+
+    stored = jax.lax.stop_gradient(log_probs_BTK1)
+    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, ids_BTK, stored)
     return tuple((each_BT * mask_BT).sum() for each_BT in per_token)
 
 
