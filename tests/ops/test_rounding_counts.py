@@ -150,7 +150,7 @@ def test_shares_are_those_of_one_device_by_layer_on_every_mesh(recipe, layout):
             step = jt.build_update(jt.pipeline(stages, **how), optimizer)
         else:
             loss = jt.loss_from_stages(stages)
-            step = jt.build_train_step(loss, optimizer, policy=policy, accumulate=4)
+            step = jt.build_train_step(loss, optimizer, policy=policy, accumulate=2)
         state, metrics = jt.compile_step(step, state, batch, **given)(state, batch)
         found.append({n: np.asarray(x) for n, x in metrics.items() if n.startswith("flushed")})
     alone, split = found
@@ -159,7 +159,7 @@ def test_shares_are_those_of_one_device_by_layer_on_every_mesh(recipe, layout):
     for name, expected in alone.items():  # of gradients, a value in thousands falls otherwise
         exact = "gradients" not in name
         np.testing.assert_allclose(
-            split[name], expected, atol=1e-7 if exact else 5e-4, err_msg=name
+            split[name], expected, atol=1e-7 if exact else 2e-3, err_msg=name
         )
 
 
