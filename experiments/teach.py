@@ -18,11 +18,12 @@ import numpy as np
 
 from experiments import gpt, language
 from jaxtrain import data
-from jaxtrain.data.taught import about_rows, write_taught
+from jaxtrain.data.taught import about_rows, write_answers
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.models import decoder
 from jaxtrain.ops.numerics import MASKED
 from jaxtrain.run.main import parse
+from jaxtrain.run.refusal import refusing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +59,9 @@ def main(config: Config) -> None:
         for start in range(0, len(rows), size):
             indices = [min(i, len(rows) - 1) for i in range(start, start + size)]
             batch = jax.tree.map(lambda *x: np.stack(x), *(rows[i] for i in indices))
-            ids, log_probs = jax.device_get(answer(params, batch))
-            own = min(size, len(rows) - start)
-            yield {"teacher_ids": ids[:own], "teacher_log_probs": log_probs[:own]}
+            yield tuple(x[: len(rows) - start] for x in jax.device_get(answer(params, batch)))
 
-    written = write_taught(config.out, about, parts(), config.dtype)
+    written = write_answers(config.out, about, parts(), config.dtype)
     print(f"{config.out}: {len(rows):,} rows of {T} positions, {human_bytes(written)}")
 
 
@@ -79,4 +78,5 @@ def answers(model: decoder.DecoderConfig, K: int, temperature: float, params, ba
 
 
 if __name__ == "__main__":
-    main(parse(Config))
+    with refusing(Config):
+        main(parse(Config))
