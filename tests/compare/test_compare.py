@@ -155,20 +155,36 @@ def test_a_variant_that_does_not_fit_is_named():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
-def test_seeds_are_pooled_and_a_mesh_has_no_rounding_to_compare(capsys, tmp_path):
-    flags = ["--vary", "precision=f32,bf16", "--rounds", "2", "--block-steps", "2"]
-    flags += ["--optimizer.learning-rate", "0.1"]
-    given = [*flags, "--seeds", "2", "--out", str(tmp_path)]
-    status, out, _ = commands.run(capsys, "compare", MODULE, *given)
-    assert status == 0
-    found = json.loads((tmp_path / "compare.json").read_text())["variants"]
-    names = [f"precision={name} seed={seed}" for name in ("f32", "bf16") for seed in (0, 1)]
-    assert [each["name"] for each in found] == names
-    for name, pair in zip(("f32", "bf16"), (found[:2], found[2:]), strict=True):
-        (line,) = [line for line in out.splitlines() if line.startswith(f"precision={name} ")]
-        losses = [each["held_out"] for each in pair]
-        assert losses[0] != losses[1]
-        assert f"{np.mean(losses):.4f}  {min(losses):.4f} to {max(losses):.4f}" in line
+def test_seeds_are_pooled_and_a_mesh_has_no_rounding_to_compare(capsys):
+    vary = ["precision=f32,bf16"]
+    names = [f"precision={name} seed={seed}" for name in ("f32", "bf16") for seed in (3, 4)]
+    assert list(command.make_variants(MODULE, vary, ["--seed", "3"], seeds=2)) == names
+    shared = {
+        "mesh": "",
+        "mfu": None,
+        "compiled_bytes": 1,
+        "measured_bytes": None,
+        "losses": (1.0,),
+    }
+    shared |= {"items_per_second": 1.0, "compile_seconds": 1.0, "step_seconds": (1.0, 3.0)}
+    shared |= {"losses": (1.0,)}
+    results = [
+        turns.Result(name, ratio=i, loss=i, held_out=2.0 * i, rounding={"x": (i, 1)}, **shared)
+        for i, name in enumerate(names)
+    ]
+    for i, found in enumerate(command.pooled(results, 2)):
+        assert found.name == names[2 * i].removesuffix(" seed=3")
+        assert found.step_seconds == (1.0, 3.0, 1.0, 3.0)
+        each = found.ratio, found.loss, found.held_out, found.rounding
+        assert each == (2 * i + 0.5, 2 * i + 0.5, 4 * i + 1, {"x": (2 * i + 0.5, 1)})
+    assert command.pooled(results, 1) == results
+    options = command.CompareOptions(MODULE, seeds=2)
+    command.print_table(results, options, item="rows")
+    command.print_rounding(command.pooled(results, 2))
+    out = capsys.readouterr().out
+    assert "5.0000  4.0000 to 6.0000" in out
+    assert out.split("layer")[-1].split()[2:5] == ["x", "0", "50.000%"]
+    flags = ["--vary", *vary, "--rounds", "2", "--block-steps", "2"]
     for more, words in (
         (["--vary", "seed=1,2", "--seeds", "2"], "--seeds is 2 and --vary has a seed too"),
         (["--rounding", "1"], "--rounding is 1 on 8 devices: gradients are compared with"),
@@ -178,7 +194,21 @@ def test_seeds_are_pooled_and_a_mesh_has_no_rounding_to_compare(capsys, tmp_path
         assert words in error
 
 
-@pytest.mark.parametrize("recipe", ["bf16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_signal_and_noise_are_by_layer_in_natural_order_however_layers_are_cut():
+    stack = jt.Stack(virtual=2)
+    rng = np.random.default_rng(0)
+    exact, error = ({"blocks": {"w": rng.normal(size=(4, 3, 2))}} for _ in range(2))
+    given = {"blocks": {"w": exact["blocks"]["w"] - 1e-2 * error["blocks"]["w"]}}
+    cut = ({"blocks/w": stack.cut(x)["blocks"]["w"], "head": np.ones(2)} for x in (exact, given))
+    found = rounding.signal_and_noise(*cut, stack)
+    sizes = [np.linalg.norm(x["blocks"]["w"], axis=(1, 2)) for x in (exact, error)]
+    expected = 20 * np.log10(sizes[0] / sizes[1]) + 40
+    np.testing.assert_allclose(rounding.decibels(found["blocks/w"]), expected, rtol=1e-6)
+    assert rounding.decibels(found["head"]) == np.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_decibels_and_shares_are_those_of_a_models_gradients(recipe):
     from experiments import gpt
 

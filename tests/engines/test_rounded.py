@@ -16,7 +16,7 @@ from jaxtrain.tree import named_leaves
 from tests import problems, small
 from tests.problems import record_gradients
 
-DRAWS = 4096
+DRAWS = 1024
 
 
 def test_the_mean_over_keys_is_the_number_and_each_draw_is_a_neighbour_of_it():

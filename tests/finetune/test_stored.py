@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from experiments import gpt, teach
+from jaxtrain import data
+from jaxtrain.data import taught
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distill, Distillation
 from jaxtrain.models import decoder
@@ -83,6 +85,28 @@ def first_batch(experiment):
         return next(iter(stream))
 
 
+def test_rows_bring_their_answers_and_others_are_refused(tmp_path):
+    corpus = data.tokenize([data.Document("a", b"some words, and more")], data.ByteTokenizer())
+    rows = data.PackedTokens(corpus, 8)
+    about = taught.about_rows(rows, "bytes") | {"top": 2, "temperature": 1.0}
+    ids = np.arange(3 * 8 * 2).reshape(3, 8, 2)
+    log_probs = -np.arange(3 * 8 * 3.0).reshape(3, 8, 3)
+    with pytest.raises(ValueError, match=r"holds no teacher's answers: make it by"):
+        taught.read_about(tmp_path)
+    parts = [(ids[:2], log_probs[:2]), (ids[2:], log_probs[2:])]
+    assert taught.write_answers(tmp_path, about, parts, "float16") == 24 * (2 * 4 + 3 * 2)
+    found = taught.Taught(rows, tmp_path, "bytes")
+    for i in (0, -1):
+        assert (found[i]["tokens"] == rows[i]["tokens"]).all()
+        assert (found[i]["teacher_ids"] == ids[i]).all()
+        assert (found[i]["teacher_log_probs"] == log_probs[i]).all()
+    with pytest.raises(ValueError, match=r"are of other rows \(packing is PackedTokens there"):
+        taught.Taught(data.FittedTokens(corpus, 8), tmp_path, "bytes")
+    with pytest.raises(ValueError, match="`data` is a mixture: a teacher's"):
+        taught.about_rows([], "bytes")
+
+
+@pytest.mark.slow
 def test_all_tokens_stored_give_the_loss_and_gradients_of_a_teacher_in_the_step(
     text, tmp_path, capsys
 ):
