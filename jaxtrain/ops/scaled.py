@@ -44,11 +44,8 @@ from jaxtrain.tree import SEPARATOR, PyTree, Unnamed
 
 E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
 # What is counted, of which operands, and under which name in the path of a kernel.
-LOST, OPERANDS, COUNTS = (
-    ("saturated", "flushed"),
-    ("activations", "weights", "gradients"),
-    "rounding_counts",
-)
+LOST, OPERANDS = ("saturated", "flushed"), ("activations", "weights", "gradients")
+COUNTS = "rounding_counts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,12 +195,11 @@ def lost(x_MK: jax.Array, how: Rounding) -> jax.Array:
     values, _, units, given = _rounded(x_MK, how)
     top, info = _most(how.dtype), jnp.finfo(how.dtype)
     beyond = top + 2.0 ** (math.floor(math.log2(top)) - info.nmant - 1)
-    zero = values == 0
-    saturated = (jnp.abs(units) >= beyond) & ~zero.reshape(units.shape)
-    flushed = zero & (given.reshape(zero.shape) != 0)
-    # A sum of float32 ones, one after the other, stays at 2^24.
-    counts = [saturated.sum(dtype=jnp.int32), flushed.sum(dtype=jnp.int32), x_MK.size]
-    return jnp.stack([jnp.asarray(n, jnp.float32) for n in counts])
+    zero, lead = values == 0, range(values.ndim - 1)
+    over, was = (a.reshape(zero.shape) for a in (jnp.abs(units) >= beyond, given != 0))
+    # A sum of float32 ones, one after the other, stays at 2^24; int32 does not hold all of a batch.
+    each = (a.sum(tuple(lead), jnp.int32) for a in (over & ~zero, was & zero))
+    return jnp.stack([*(n_K.astype(jnp.float32).sum() for n_K in each), jnp.float32(x_MK.size)])
 
 
 def is_count(name: str) -> bool:
