@@ -27,14 +27,14 @@ def gradients(experiment: Experiment, state: Any) -> Callable[[Policy, PyTree], 
     laid, still = experiment.laid, frozen(state.opt_state)
     loss_fn = normalize_loss(laid.loss_fn, laid.has_model_state)
 
-    def of(policy: Policy, batch: PyTree) -> dict[str, Any]:
+    def of(policy: Policy, params: PyTree, *rest: PyTree) -> dict[str, Any]:
         engine = plain(with_policy(loss_fn, policy))
-        params = policy.cast_to_param(uncounted(state.params))
-        given = params, state.model_state, batch, None, None
-        grads = run_engine(engine, *given, frozen=still).grads
+        params = policy.cast_to_param(uncounted(params))
+        grads = run_engine(engine, params, *rest, None, None, frozen=still).grads
         return {name: g.astype(jnp.float32) for name, g in named_leaves(grads).items()}
 
-    return jax.jit(of, static_argnums=0)
+    compiled = jax.jit(of, static_argnums=0)
+    return lambda policy, batch: compiled(policy, state.params, state.model_state, batch)
 
 
 def signal_and_noise(
