@@ -52,7 +52,7 @@ def main(config: Config) -> None:
     model = dataclasses.replace(model, seq_len=T)
     rows = text.rows(T, config.packing)
     about = about_rows(rows, text.tokenizer.fingerprint) | {"top": K, "temperature": temperature}
-    params = jax.tree.map(jnp.asarray, config.teacher.weights(model))
+    params = jax.tree.map(np.asarray, config.teacher.weights(model))
     answer = jax.jit(functools.partial(answers, model, K, temperature))
 
     def parts():

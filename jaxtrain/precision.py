@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops.scaled import LOST, OPERANDS, RECIPES, Scaled, is_count
-from jaxtrain.tree import PyTree, map_named, named_leaves
+from jaxtrain.ops.scaled import LOST, OPERANDS, RECIPES, Scaled
+from jaxtrain.tree import PyTree, is_count, map_named, named_leaves
 
 # The scope of the optimizer in a step, which computes in the dtype of the parameters on purpose.
 OPTIMIZER = "optimizer"

@@ -27,7 +27,7 @@ from jaxtrain.engines.plain import (
 )
 from jaxtrain.engines.reduction import reduced_once, why_not
 from jaxtrain.loss import LossFn, WeightedLoss, as_weighted, check_metrics
-from jaxtrain.ops.scaled import is_count, shares_lost
+from jaxtrain.ops.scaled import shares_lost
 from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.precision import OPTIMIZER, Policy, as_policy
@@ -35,7 +35,7 @@ from jaxtrain.sharding.offload import back_to_host, on_devices
 from jaxtrain.sharding.placement import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.sharding.stack import of_model
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, all_finite, named_leaves, partition, select, widen
+from jaxtrain.tree import PyTree, all_finite, is_count, named_leaves, partition, select, widen
 
 Metrics = dict[str, jax.Array]
 

@@ -13,12 +13,12 @@ import numpy as np
 
 from jaxtrain.engines.plain import plain, run_engine
 from jaxtrain.experiment import Experiment
-from jaxtrain.ops.scaled import is_count, shares_lost, uncounted
+from jaxtrain.ops.scaled import shares_lost, uncounted
 from jaxtrain.optim import frozen
 from jaxtrain.precision import Policy
 from jaxtrain.sharding.stack import LayerOrder, Stack
 from jaxtrain.step import normalize_loss, with_policy
-from jaxtrain.tree import PyTree, named_leaves
+from jaxtrain.tree import PyTree, is_count, named_leaves
 
 
 def gradients(experiment: Experiment, state: Any) -> Callable[[Policy, PyTree], dict[str, Any]]:

@@ -26,9 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.loss import LossFn, WeightedLoss
-from jaxtrain.ops.scaled import is_count
 from jaxtrain.sharding.placement import manual_batch_axes
-from jaxtrain.tree import PyTree, combine, map_named, partition, widen
+from jaxtrain.tree import PyTree, combine, is_count, map_named, partition, widen
 
 
 @jax.tree_util.register_dataclass

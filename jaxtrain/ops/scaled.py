@@ -40,12 +40,11 @@ import numpy as np
 from jaxtrain.ops.linear import Product
 from jaxtrain.sharding.placement import manual_batch_axes
 from jaxtrain.sharding.stack import LayerOrder, Stack
-from jaxtrain.tree import SEPARATOR, PyTree, Unnamed
+from jaxtrain.tree import COUNTS, SEPARATOR, PyTree, Unnamed
 
 E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
-# What is counted, of which operands, and under which name in the path of a kernel.
+# What is counted, of which operands.
 LOST, OPERANDS = ("saturated", "flushed"), ("activations", "weights", "gradients")
-COUNTS = "rounding_counts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +199,6 @@ def lost(x_MK: jax.Array, how: Rounding) -> jax.Array:
     # A sum of float32 ones, one after the other, stays at 2^24; int32 does not hold all of a batch.
     each = (a.sum(tuple(lead), jnp.int32) for a in (over & ~zero, was & zero))
     return jnp.stack([*(n_K.astype(jnp.float32).sum() for n_K in each), jnp.float32(x_MK.size)])
-
-
-def is_count(name: str) -> bool:
-    """Whether a parameter of that path stands for counts: its gradient is no part of the loss's."""
-    return name.rpartition(SEPARATOR)[2] == COUNTS
 
 
 def shares_lost(counts: Mapping[str, jax.Array], stack: Stack | None) -> dict[str, jax.Array]:

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.sharding.mesh import BATCH_AXES, automatic
 from jaxtrain.sharding.specs import names_of, spread, tidy
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.tree import PyTree, map_named, named_leaves, owner_of
+from jaxtrain.tree import PyTree, is_count, map_named, named_leaves, owner_of
 
 Rule = tuple[str, Sequence[str | None]]
 
@@ -280,7 +280,8 @@ def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
 
 
 def _rule_spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: Rules) -> P:
-    pattern, axes = _first_match(rules.params, name)
+    # What a kernel counts is no matrix, and lies by itself.
+    pattern, axes = (None, None) if is_count(name) else _first_match(rules.params, name)
     stacked = rules.stacked.holds(name)
     chunks = (1,) * (rules.stacked.lead - 1) if stacked else ()  # which are not split
     if pattern is None:

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
 from jaxtrain.build import make_experiment_mesh, make_state, natural
 from jaxtrain.models import decoder
 from jaxtrain.ops import scaled
 from jaxtrain.ops.linear import matmul
-from jaxtrain.tree import named_leaves
+from jaxtrain.tree import is_count, named_leaves
 from tests import small
 
 RECIPES = {
@@ -175,6 +176,17 @@ def test_what_cannot_count_is_refused_and_generation_has_the_plain_kernels():
     experiment = small.build(config)
     state = make_state(experiment, make_experiment_mesh(experiment, jax.devices()[:1]))
     kept = named_leaves(state.params)
-    assert len(list(filter(scaled.is_count, kept))) == 2
+    assert len(list(filter(is_count, kept))) == 2
     plain = named_leaves(natural(experiment, state).params)
-    assert plain.keys() == {name for name in kept if not scaled.is_count(name)}
+    assert plain.keys() == {name for name in kept if not is_count(name)}
+
+
+def test_counts_lie_by_themselves_whatever_rules_say_of_their_kernels():
+    policy, mesh = jt.Policy(recipe="fp8", count_rounding=True), jt.make_mesh(fsdp=8)
+    init = lambda rng: {"blocks": {"mlp": {"kernel": jnp.ones((3, 16, 8))}}}  # noqa: E731
+    rules = [("kernel", ("layers", "embed", None))]
+    given = {"mesh": mesh, "rules": rules, "policy": policy}
+    params = jt.abstract_state(init, jt.make_optimizer("sgd", 0.1), **given).params
+    specs = {name: x.sharding.spec for name, x in named_leaves(params).items()}
+    assert specs.pop("blocks/mlp/kernel/rounding_counts") == P()
+    assert specs == {"blocks/mlp/kernel": P(None, "fsdp", None)}
