@@ -214,6 +214,7 @@ def shares_lost(counts: Mapping[str, jax.Array], stack: Stack | None) -> dict[st
         if part is not None:
             own = part.key
             found = LayerOrder(tuple(found.shape[: part.lead]), part.places).join(found)
+            found = found.reshape(len(found), -1, *found.shape[-2:]).sum(1)  # one may hold several
         sums[own] = sums.get(own, 0) + found
     return {
         f"{kind}/{operand}/{name}": found[..., k, c] / jnp.maximum(found[..., k, 2], 1)

@@ -181,6 +181,18 @@ def test_what_cannot_count_is_refused_and_generation_has_the_plain_kernels():
     assert plain.keys() == {name for name in kept if not is_count(name)}
 
 
+def test_kernels_of_a_layer_are_counted_together_however_many_it_stacks():
+    rng = np.random.default_rng(0)
+    one, several = rng.integers(1, 9, (4, 3, 3)), rng.integers(1, 9, (4, 2, 3, 3))
+    counts = {"blocks/a/rounding_counts": one, "blocks/b/rounding_counts": several}
+    found = scaled.shares_lost({n: jnp.asarray(x, "f") for n, x in counts.items()}, jt.Stack())
+    both = one + several.sum(1)
+    for c, kind in enumerate(("saturated", "flushed")):
+        for k, operand in enumerate(("activations", "weights", "gradients")):
+            expected = both[:, k, c] / both[:, k, 2]
+            np.testing.assert_allclose(found[f"{kind}/{operand}/blocks"], expected, rtol=1e-6)
+
+
 def test_counts_lie_by_themselves_whatever_rules_say_of_their_kernels():
     policy, mesh = jt.Policy(recipe="fp8", count_rounding=True), jt.make_mesh(fsdp=8)
     init = lambda rng: {"blocks": {"mlp": {"kernel": jnp.ones((3, 16, 8))}}}  # noqa: E731
