@@ -18,6 +18,7 @@ from jaxtrain.experiment import Experiment, Repeated
 from jaxtrain.host.chips import chip_of
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.methods.method import Method, Step
+from jaxtrain.ops.scaled import uncounted
 from jaxtrain.optim import averaged
 from jaxtrain.sharding.mesh import BATCH_AXES, make_mesh
 from jaxtrain.sharding.placement import Gather, constrain_tree, report_finding
@@ -89,10 +90,11 @@ def natural(experiment: Experiment, state: TrainState) -> TrainState:
     """
     stack, stages, back = experiment.stack, experiment.task.stages, experiment.task.back
     cut = stages is not None and stack != stages.stacked
-    if not cut and back is None:
+    if not cut and back is None and not experiment.policy.count_rounding:
         return state
 
     def plain_model(params: PyTree) -> PyTree:
+        params = uncounted(params)
         params = stack.natural(params) if cut else params
         return params if back is None else back(params)
 

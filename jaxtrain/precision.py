@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.ops.scaled import RECIPES, Scaled
-from jaxtrain.tree import PyTree, map_named, named_leaves, nodes_of
+from jaxtrain.ops.scaled import LOST, OPERANDS, RECIPES, Scaled
+from jaxtrain.tree import PyTree, is_count, map_named, named_leaves, nodes_of
 
 # The scope of the optimizer in a step, which computes in the dtype of the parameters on purpose.
 OPTIMIZER = "optimizer"
@@ -72,6 +72,9 @@ class Policy:
         with the kernels that ``recipe_in`` finds are rounded; None for none.
       recipe_in: a regex. Kernels in whose path it is found have products of the recipe; all of
         attention and MLP by default, not so embeddings and heads.
+      count_rounding: whether steps report which share of the operands' values saturates or is
+        flushed to 0, as ``flushed/gradients/blocks`` [layers] and so on. The state then has zeros
+        beside each of these kernels, so ``init_state`` takes this policy too.
 
     >>> Policy.bf16().compute_dtype
     dtype(bfloat16)
@@ -87,10 +90,16 @@ class Policy:
     keep: str | None = None
     recipe: str | None = None
     recipe_in: str = r"(^|/)(attn|cross|mlp)/.*kernel(/base)?$"
+    count_rounding: bool = False
 
     def __post_init__(self):
         if self.recipe not in (None, *RECIPES):
             raise ValueError(f"`recipe` is {self.recipe!r}: use one of {', '.join(RECIPES)}")
+        if self.count_rounding and self.recipe is None:
+            raise ValueError(
+                "`count_rounding` is True: the precision rounds no operands of products; give one "
+                f"of {', '.join(RECIPES)}, or leave it out"
+            )
         object.__setattr__(self, "param_dtype", jnp.dtype(self.param_dtype))
         object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
 
@@ -142,7 +151,8 @@ class Policy:
         Raises:
           ValueError: where it names none.
         """
-        return _cast(params, self.param_dtype, keep=self.keep)
+        params = _cast(params, self.param_dtype, keep=self.keep)
+        return self._scaled(params, counted=True) if self.count_rounding else params
 
     def cast_to_compute(self, params: PyTree) -> PyTree:
         """Casts parameters to be computed with, and raises, as :meth:`cast_to_param` does; kernels
@@ -154,6 +164,11 @@ class Policy:
         params = _cast(params, self.compute_dtype, keep=self.keep)
         if self.recipe is None or nodes_of(Scaled, params):
             return params  # it may have been cast already
+        if self.count_rounding:
+            raise ValueError(
+                "`count_rounding` is True and the state has no place for counts: give init_state "
+                "the policy of the step"
+            )
         return self._scaled(params)
 
     def cast_inputs(self, batch: PyTree) -> PyTree:
@@ -172,7 +187,7 @@ class Policy:
             return None
         return LossScale(jnp.float32(self.loss_scale), jnp.int32(0), self.growth_interval)
 
-    def _scaled(self, params: PyTree) -> PyTree:
+    def _scaled(self, params: PyTree, *, counted: bool = False) -> PyTree:
         names = {
             name for name, x in named_leaves(params).items() if x.ndim >= 2 and _is_floating(x)
         }
@@ -181,7 +196,12 @@ class Policy:
                 f"`recipe_in` is {self.recipe_in!r}, which finds no kernel for {self.recipe} among "
                 f"{', '.join(sorted(names))}: correct it, or choose another precision"
             )
-        return map_named(lambda name, x: Scaled(x, self.recipe) if name in found else x, params)
+
+        def made(x: Any) -> Scaled:
+            shape = (*x.shape[:-2], len(OPERANDS), len(LOST) + 1)
+            return Scaled(x, self.recipe, jnp.zeros(shape, jnp.float32) if counted else None)
+
+        return map_named(lambda name, x: made(x) if name in found else x, params)
 
     def __str__(self) -> str:
         scaling = ", dynamic loss scale" if self.loss_scale is not None else ""
@@ -208,7 +228,8 @@ def _cast(tree: PyTree, dtype: Any, **option: str | None) -> PyTree:
     """Casts floating-point leaves: those in whose path the regex of ``cast_batch`` is found, all
     but those of ``keep``; one that is found in none is an error."""
     ((name, pattern),) = option.items()
-    floating = {path for path, x in named_leaves(tree).items() if _is_floating(x)}
+    leaves = named_leaves(tree).items()
+    floating = {path for path, x in leaves if _is_floating(x) and not is_count(path)}
     found = {path for path in floating if pattern is not None and re.search(pattern, path)}
     if pattern is not None and not found:
         leaves = sorted(named_leaves(tree))

@@ -27,6 +27,7 @@ from jaxtrain.engines.plain import (
 )
 from jaxtrain.engines.reduction import reduced_once, why_not
 from jaxtrain.loss import LossFn, WeightedLoss, as_weighted, check_metrics
+from jaxtrain.ops.scaled import shares_lost
 from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.precision import OPTIMIZER, Policy, as_policy
@@ -34,7 +35,7 @@ from jaxtrain.sharding.offload import back_to_host, on_devices
 from jaxtrain.sharding.placement import Gather, constrain_tree, enter_loss, model_gathers
 from jaxtrain.sharding.stack import of_model
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, all_finite, named_leaves, partition, select, widen
+from jaxtrain.tree import PyTree, all_finite, is_count, named_leaves, partition, select, widen
 
 Metrics = dict[str, jax.Array]
 
@@ -121,6 +122,11 @@ def build_engine(
             f"engine is {engine.make!r}: give a function of a loss that returns a gradient engine, "
             "as jaxtrain.engines.plain.plain is"
         )
+    if engine is not plain and as_policy(policy).count_rounding:
+        raise ValueError(
+            "`count_rounding` is True and the step has an engine of its own, to which counts would "
+            "be gradients: leave one of them out"
+        )
     obstacle = why_not(loss_fn, has_model_state=has_model_state, engine=engine)
     policy, stack = as_policy(policy), getattr(loss_fn, "stack", None)
     loss_fn = with_policy(
@@ -180,16 +186,17 @@ def build_update(
         _check_real(state.params)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         rng = jax.random.fold_in(state.rng, state.step)
-        still = frozen(state.opt_state)
+        still, names = frozen(state.opt_state), named_leaves(state.params)
+        counted = frozenset(filter(is_count, names))
         given = (state.params, state.model_state, batch, rng, scale)
-        sums = run_engine(engine, *given, frozen=still, memory=state.memory)
+        sums = run_engine(engine, *given, frozen=still - counted, memory=state.memory)
         check_metrics(sums.loss)
         _check_returned("gradient engine", "memory", state.memory, sums.memory)
 
         counts = sums.loss.weight != 0
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
         # An engine that does not take ``frozen`` has differentiated everything.
-        trains = named_leaves(trainable(state.params, still)[0])
+        trains = named_leaves(trainable(state.params, {*still, *counted})[0])
         training, _ = partition(lambda name, _: name in trains, sums.grads)
         _check_gradients(named_leaves(training), trains)
         training = constrain(scaled(training, per_token))
@@ -250,7 +257,8 @@ def build_update(
                 f"the optimizer reports {both[0]!r}, as a metric of the loss or the step is "
                 "called: give one of them another name"
             )
-        metrics |= told
+        found = named_leaves(sums.grads) if counted else {}
+        metrics |= told | shares_lost({name: found[name] for name in counted & names.keys()}, stack)
         return dataclasses.replace(
             state,
             step=state.step + 1,

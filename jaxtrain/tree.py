@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 PyTree = Any
 SEPARATOR = "/"
+# Ends the paths of parameters that are 0, whose gradients count what rounding loses.
+COUNTS = "rounding_counts"
 
 
 class LayerGroup(str):
@@ -54,6 +56,11 @@ def path_name(path: tuple[Any, ...]) -> str:
     """Writes a JAX key path as words joined by ``/``."""
     path = tuple(key for key in path if not isinstance(key, Unnamed))
     return jax.tree_util.keystr(path, simple=True, separator=SEPARATOR)
+
+
+def is_count(name: str) -> bool:
+    """Whether a parameter of that path stands for counts: its gradient is no part of the loss's."""
+    return name.rpartition(SEPARATOR)[2] == COUNTS
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

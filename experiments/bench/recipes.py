@@ -10,16 +10,14 @@ import itertools
 import json
 
 import jax
-import jax.numpy as jnp
 
 import jaxtrain as jt
 from experiments import gpt
 from experiments.bench import Rounds, machine
 from jaxtrain.build import compile_train, make_abstract_state, make_experiment_mesh, make_state
+from jaxtrain.compare.rounding import decibels, gradients, signal_and_noise
 from jaxtrain.ops.scaled import RECIPES
 from jaxtrain.sharding.rules import batch_sharding
-from jaxtrain.step import with_policy
-from jaxtrain.tree import named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,22 +43,15 @@ def main(config: Config) -> None:
         for batch in itertools.islice(stream, config.steps):
             state, _ = train(state, batch)
         batches = list(itertools.islice(stream, config.rounds))
-    params = jax.device_get(state.params)
-
-    def gradients(policy: jt.Policy) -> dict[str, jax.Array]:
-        loss_fn = with_policy(lambda p, _, batch, rng: loss(p, batch, rng).total, policy)
-        grad = jax.jit(jax.grad(lambda p, batch: loss_fn(p, None, batch, None)))
-        each = [grad(params, batch) for batch in batches]
-        return named_leaves(jax.tree.map(lambda *g: jnp.stack(g).astype(jnp.float32), *each))
-
-    loss = jt.loss_from_stages(experiment.laid.stages)
-    exact = gradients(jt.Policy())
-    found = {}
+    of, found = gradients(experiment, jax.device_get(state)), {}
+    exact = [of(jt.Policy(), batch) for batch in batches]
     for name in ("bf16", *RECIPES):
-        given = gradients(jt.Policy.named(name))
+        given = [of(jt.Policy.named(name), batch) for batch in batches]
+        pairs = zip(exact, given, strict=True)
+        each = [signal_and_noise(*pair, experiment.stack) for pair in pairs]
         found[name] = {
-            path: round(float(decibels(exact[path], given[path])), 1)
-            for path in exact
+            path: round(float(min(decibels(one[path]).min() for one in each)), 1)
+            for path in each[0]
             if path.startswith("blocks/") and path.endswith("kernel")
         }
     about = {
@@ -69,9 +60,3 @@ def main(config: Config) -> None:
         "tokens": config.rounds * flags.global_batch * config.seq_len,
     }
     print(json.dumps({"row": "recipes", **machine.facts(), **about, "least_decibels": found}))
-
-
-def decibels(exact: jax.Array, given: jax.Array) -> jax.Array:
-    """The least ratio, over batches and layers, of gradients [batches, layers, D, F]."""
-    size = lambda x: jnp.sqrt(jnp.square(x).sum((2, 3)))  # noqa: E731
-    return (20 * jnp.log10(size(exact) / size(given - exact))).min()

@@ -22,8 +22,9 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data
+from jaxtrain.data.taught import Taught, read_about
 from jaxtrain.finetune.change import apply
-from jaxtrain.finetune.distill import Distill, Distillation
+from jaxtrain.finetune.distill import Distill, Distillation, StoredDistillation
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder
@@ -101,6 +102,8 @@ def build(config: Config) -> jt.Experiment:
     if config.teacher is not None:
         language.check_same_tokens(config.teacher, tokenizer)
     rows = text.rows(model.seq_len, config.packing)
+    if config.distill.stored is not None:
+        rows = Taught(rows, config.distill.stored, tokenizer.fingerprint)
     config = config.of_rows(rows)
     step = outline(config, vocab_size=tokenizer.vocab_size)
     texts = {
@@ -156,6 +159,8 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     )
     if config.preference != Preference() and not pairs:
         raise ValueError("--preference.loss and the like are for preferences, and --data has none")
+    if config.distill.stored is not None:
+        return with_answers(config, model, experiment, pairs=pairs)
     if config.teacher is not None or config.distill != Distill():
         return with_teacher(config, model, experiment, pairs=pairs)
     return of_preferences(config, model, experiment) if pairs else experiment
@@ -167,6 +172,34 @@ def model_config(config: Config, vocab_size: int) -> decoder.DecoderConfig:
     if teacher and config.source is None and vocab_size <= teacher.vocab_size:
         own = {name: getattr(teacher, name) for name in ("vocab_size", "vocab_multiple")}
     return language.model_config(config, vocab_size, **own)
+
+
+def with_answers(
+    config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment, *, pairs: bool
+) -> jt.Experiment:
+    """Makes of the experiment the one whose model learns from a teacher's stored answers too."""
+    distill, numbers = config.distill, config.distill.numbers()
+    for found, what in (
+        (distill.teacher, f"--distill.teacher {distill.teacher}"),
+        (pairs, "preferences"),
+        (model.z_loss, f"--z-loss {model.z_loss}"),
+    ):
+        if found:
+            raise ValueError(f"{what} and --distill.stored are losses of their own: leave one out")
+    about = read_about(distill.stored)
+    if about["temperature"] != distill.temperature:
+        raise ValueError(
+            f"--distill.temperature is {distill.temperature} and the answers in '{distill.stored}' "
+            f"are of {about['temperature']}: give that"
+        )
+    kind = jax.ShapeDtypeStruct
+    shape = (config.global_batch, model.seq_len, about["top"])
+    batch = experiment.data.batch | {"teacher_ids": kind(shape, np.int32)}
+    shape = (*shape[:2], about["top"] + 1)
+    batch["teacher_log_probs"] = kind(shape, about["dtype"])
+    loss = decoder.stored_distillation_loss(model, **numbers)
+    alone = lambda means: language.perplexity({"loss": means.get("cross_entropy", means["loss"])})  # noqa: E731
+    return apply(experiment, StoredDistillation(loss), batch=batch, derived=alone)
 
 
 def with_teacher(

@@ -21,9 +21,10 @@ import optax
 from jaxtrain.compare import parity, whole_runs
 from jaxtrain.compare.whole_runs import Check
 from jaxtrain.engines.plain import Engine, GradientSums, plain
+from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
-from jaxtrain.finetune.distill import Distillation
+from jaxtrain.finetune.distill import Distillation, StoredDistillation
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.preferences import Preferences
 from jaxtrain.finetune.quantize import Quantize
@@ -125,6 +126,8 @@ def _optimizers() -> Iterator[Capability]:
     # Of the recipes the one that no layout changes: the others' scales are of a microbatch.
     for name in ("bf16", "pure_bf16", "fp16", "fp8"):
         yield Capability(name, "precision", flags=("--precision", name), called=f"precision|{name}")
+    flags, called = ("--precision", "fp8"), "count.rounding|precision|fp8"
+    yield Capability("rounding counted", "precision", flags=flags, called=called, change=_counted)
     for name in OPTIMIZERS:
         yield Capability(name, "optimizer", flags=("--optimizer.name", name))
     for name, *flags in (
@@ -210,6 +213,10 @@ def _averaged(step: Callable[..., Any]) -> Callable[..., Any]:
     return both
 
 
+def _counted(experiment: Experiment) -> Experiment:
+    return experiment.with_(policy=dataclasses.replace(experiment.policy, count_rounding=True))
+
+
 def _multi_steps(experiment: Experiment) -> Experiment:
     chain = functools.partial(optimizer_for, experiment)
     return experiment.with_(
@@ -261,6 +268,22 @@ def _distilled(experiment: Experiment) -> Experiment:
     return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
 
 
+def _answered(experiment: Experiment) -> Experiment:
+    """A teacher's stored answers, which are functions of the tokens."""
+    model = trained.read_model(experiment.metadata.config, where="compose")
+    loss = decoder.stored_distillation_loss(model, temperature=2.0, mix=0.5)
+
+    def head_loss(params: Any, x_BTD: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
+        ids_BT3 = (batch["tokens"][..., None] + jnp.array([0, 3, 7])) % model.vocab_size
+        log_probs_BT4 = jnp.log(jnp.array([0.5, 0.2, 0.1, 0.2])) + jnp.zeros(
+            (*ids_BT3.shape[:2], 4)
+        )
+        told = {"teacher_ids": ids_BT3, "teacher_log_probs": log_probs_BT4}
+        return loss(params, x_BTD, {**batch, **told})
+
+    return apply(experiment, StoredDistillation(head_loss))
+
+
 def _with_head(head: str, experiment: Experiment) -> Experiment:
     """An encoder with a head for tags or spans, which are functions of its tokens."""
     config = experiment.metadata.config
@@ -298,6 +321,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("preferences", change=_preferences, **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}
     yield tune("distillation", change=_distilled, **names)
+    names = {"called": "distil|answers|losses? of their own", "module": "experiments.gpt"}
+    yield tune("distillation, stored", change=_answered, **names)
 
 
 def _changes() -> Iterator[Capability]:
@@ -305,6 +330,8 @@ def _changes() -> Iterator[Capability]:
     own = functools.partial(Capability, group="of one's own")
     engine, method = Engine(_clipped, row_wise=True), Method(_averaged, start=_replicas)
     yield own("an engine", change=lambda e: e.with_(engine=engine), called="engine")
+    same = lambda e: e.with_(engine=rounded(None))  # noqa: E731  what is drawn goes by the layout
+    yield own("rounded gradients, neutral", change=same, called="engine")
     yield own("a method", change=lambda e: e.with_(method=method), called="method")
     yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
 

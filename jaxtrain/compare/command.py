@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,11 @@ class CompareOptions:
     """Train steps of each variant in a round."""
     held_out_batches: int = 4
     """Held-out batches to evaluate in the end, in the variant's own precision; 0 for none."""
+    seeds: int = 1
+    """Runs of each variant, which begin from --seed and the numbers after it; losses are means."""
+    rounding: int = 0
+    """Train batches whose gradients are compared, in the end, with those of float32 for the same
+    weights: decibels by layer, and the shares of values that operands of fp8 to nvfp4 lose."""
     out: str | None = None
     """Also write compare.json, with the time of every round and the loss of every step, into this
     folder, which is made."""
@@ -53,7 +59,7 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
     """Prints the comparison, and writes what is asked for."""
     if options.png is not None:  # Where that cannot be, nothing is trained.
         new_figure(1, 1)
-    check_least(options, rounds=2, block_steps=1, held_out_batches=0)
+    check_least(options, rounds=2, block_steps=1, held_out_batches=0, seeds=1, rounding=0)
     _, base = load_config(options.experiment, rest, command="compare", own=type(options))
     if count := getattr(base, "simulate_devices", 0):  # before anything asks JAX for devices
         with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
@@ -65,15 +71,18 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
             "one alone, or train each variant as a run of its own and overlay their reports"
         )
     quiet.start()
-    variants = make_variants(options.experiment, options.vary, rest)
+    variants = make_variants(options.experiment, options.vary, rest, seeds=options.seeds)
     results = compare(
         variants,
         rounds=options.rounds,
         block_steps=options.block_steps,
         held_out_batches=options.held_out_batches,
+        rounding=options.rounding,
     )
     item = next(iter(variants.values())).data.item
     print_table(results, options, item=item)
+    if options.rounding:
+        print_rounding(pooled(results, options.seeds))
     if options.out is not None:
         folder = as_path(options.out)
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,17 +95,22 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
 
 
 def make_variants(
-    module_name: str, vary: Sequence[str], flags: Sequence[str]
+    module_name: str, vary: Sequence[str], flags: Sequence[str], *, seeds: int = 1
 ) -> dict[str, Experiment]:
     """Builds the experiments of all combinations of values, by name.
 
     Each of ``vary`` is a flag and its values, such as ``"precision=f32,bf16"``; all variants share
-    ``flags``. What building a variant refuses is refused with its name.
+    ``flags``. With ``seeds`` above 1 each is there so many times, one after the other. What
+    building a variant refuses is refused with its name.
     """
     given = [_parse(text) for text in vary]
+    if seeds > 1 and "seed" in dict(given):
+        raise ValueError(f"`seeds` is {seeds} and --vary has a seed too: give one of them")
     if not given:
         raise ValueError("there is nothing to compare: give --vary, as --vary precision=f32,bf16")
     _, base = load_config(module_name, flags, command="compare")
+    if seeds > 1:
+        given.append(("seed", [str(base.seed + i) for i in range(seeds)]))
     variants = {}
     for values in itertools.product(*(values for _, values in given)):
         pairs = list(zip((name for name, _ in given), values, strict=True))
@@ -107,10 +121,59 @@ def make_variants(
     return variants
 
 
+def pooled(results: Sequence[Result], seeds: int) -> list[Result]:
+    """Returns one result for so many after each other that differ by their seed: times of all, and
+    means of the rest."""
+
+    def means(values: Sequence[Any]) -> Any:
+        return None if None in values else statistics.fmean(values)
+
+    found = []
+    for i in range(0, len(results), seeds):
+        first, each = results[i], results[i : i + seeds]
+        layers = {n: zip(*(r.rounding[n] for r in each), strict=True) for n in first.rounding}
+        found.append(
+            dataclasses.replace(
+                first,
+                name=first.name if seeds == 1 else first.name.rpartition(" ")[0],
+                step_seconds=tuple(t for r in each for t in r.step_seconds),
+                ratio=statistics.median(r.ratio for r in each),
+                loss=means([r.loss for r in each]),
+                held_out=means([r.held_out for r in each]),
+                rounding={n: tuple(map(statistics.fmean, x)) for n, x in layers.items()},
+            )
+        )
+    return found
+
+
+def print_rounding(results: Sequence[Result], *, console: Console | None = None) -> None:
+    """Prints a row for each layer, and a column for each variant: of shares that are all 0 none."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("layer")
+    for result in results:
+        table.add_column(result.name, justify="right", overflow="fold")
+    for name in dict.fromkeys(name for result in results for name in result.rounding):
+        rows = [result.rounding.get(name, ()) for result in results]
+        if "decibels" not in name and not any(map(any, rows)):
+            continue
+        text = "{:.1f} dB" if "decibels" in name else "{:.3%}"
+        for i in range(max(map(len, rows))):
+            table.add_row(f"{name} {i}", *(text.format(row[i]) if row else "-" for row in rows))
+    console = console or Console(width=None if Console().is_terminal else 130)
+    console.print()
+    console.print(table, highlight=False)
+
+
 def print_table(
     results: Sequence[Result], options: CompareOptions, *, item: str, console: Console | None = None
 ) -> None:
     """Prints a row for each variant; columns of which nothing is known are left out."""
+    every, results = results, pooled(results, options.seeds)
+    ends = {}
+    for i, result in enumerate(results):
+        each = every[i * options.seeds : (i + 1) * options.seeds]
+        last = [r.loss if r.held_out is None else r.held_out for r in each]
+        ends[result.name] = f"{min(last):.4f} to {max(last):.4f}" if options.seeds > 1 else None
     columns = {
         "step ms": lambda r: f"{r.milliseconds[1]:.4g}",
         "quartiles": lambda r: f"{r.milliseconds[0]:.4g} to {r.milliseconds[2]:.4g}",
@@ -122,6 +185,7 @@ def print_table(
         "compile s": lambda r: f"{r.compile_seconds:.1f}",
         "loss": lambda r: f"{r.loss:.4f}",
         "held-out": lambda r: None if r.held_out is None else f"{r.held_out:.4f}",
+        "of seeds": lambda r: ends[r.name],
     }
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("variant", overflow="fold")
@@ -140,7 +204,7 @@ def print_table(
         f"{options.rounds} rounds of {last} steps each, in turn, after one that is not timed.",
         "Times are medians over rounds; the ratio is to the first variant within a round.",
         f"Memory is of one device. The loss is the mean of the last {last} of {steps} steps"
-        f"{held_out}.",
+        f"{held_out}{'' if options.seeds == 1 else f', of {options.seeds} seeds'}.",
     ]
     console.print("\n".join(lines), highlight=False)
 

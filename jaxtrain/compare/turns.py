@@ -28,6 +28,7 @@ from jaxtrain.build import (
     make_state,
     rows_of,
 )
+from jaxtrain.compare.rounding import measure
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
@@ -57,6 +58,7 @@ class Result:
       losses: the loss of every step, including those of the round that is not timed.
       loss: mean over the steps of the last round.
       held_out: loss after the last step; None where it was not evaluated.
+      rounding: numbers by layer that :func:`jaxtrain.compare.rounding.measure` gives.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Result:
     losses: tuple[float, ...]
     loss: float
     held_out: float | None
+    rounding: Mapping[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def milliseconds(self) -> tuple[float, float, float]:
@@ -80,7 +83,12 @@ class Result:
 
 
 def compare(
-    variants: Mapping[str, Experiment], *, rounds: int, block_steps: int, held_out_batches: int = 0
+    variants: Mapping[str, Experiment],
+    *,
+    rounds: int,
+    block_steps: int,
+    held_out_batches: int = 0,
+    rounding: int = 0,
 ) -> list[Result]:
     """Compiles all variants, trains them in turn and compares.
 
@@ -89,6 +97,7 @@ def compare(
       rounds: timed ones, at least 2, after one that is not timed; of ``block_steps`` train steps
         each.
       held_out_batches: to evaluate in the end; 0 for none.
+      rounding: training batches whose gradients are compared with float32's in the end; 0 for none.
 
     Raises:
       ValueError: where one cannot be compiled or does not fit into memory, with its name.
@@ -98,6 +107,11 @@ def compare(
         with naming(name):
             _check_steps(experiment, rounds, block_steps)
             runs.append(_Run(name, experiment))
+            if rounding and (devices := runs[-1].mesh.size) > 1:
+                raise ValueError(
+                    f"`rounding` is {rounding} on {devices} devices: gradients are compared with "
+                    "those of float32 on one; give it one, or leave `rounding` out"
+                )
     for run in runs:
         with naming(run.name):
             run.compile((rounds + 1) * block_steps)
@@ -111,7 +125,12 @@ def compare(
             seconds[run.name].append(run.train_block(block_steps))
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
     first = seconds[runs[0].name]
-    return [_result(run, seconds[run.name], first, block_steps, held_out_batches) for run in runs]
+    found = []
+    for run in runs:
+        result = _result(run, seconds[run.name], first, block_steps, held_out_batches)
+        with naming(run.name):
+            found.append(dataclasses.replace(result, rounding=run.rounding(rounding)))
+    return found
 
 
 def _warm_up(runs: Sequence["_Run"], block_steps: int) -> None:
@@ -187,6 +206,16 @@ class _Run(Hook):
         seconds = time.perf_counter() - start
         self._state = state if self.mesh.devices.flat[0].platform == "cpu" else park(state)
         return seconds / steps
+
+    def rounding(self, count: int) -> dict[str, tuple[float, ...]]:
+        """The gradients of the next so many batches against those of float32."""
+        if not count:
+            return {}
+        with self.experiment.data.train_batches(
+            len(self.losses), batch_sharding(self.mesh)
+        ) as stream:
+            batches = list(itertools.islice(stream, count))
+        return measure(self.experiment, jax.device_put(self._state, self._places), batches)
 
     def evaluate(self, count: int) -> float | None:
         """The held-out loss over so many batches; of several sets, of the one that decides which

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jaxtrain.loss import LossFn, WeightedLoss
 from jaxtrain.sharding.placement import manual_batch_axes
-from jaxtrain.tree import PyTree, combine, partition, widen
+from jaxtrain.tree import PyTree, combine, is_count, map_named, partition, widen
 
 
 @jax.tree_util.register_dataclass
@@ -172,5 +172,6 @@ def seed_and_factor(
 
 
 def scaled(grads: PyTree, factor: jax.Array) -> PyTree:
-    """Returns ``grads * factor`` in the dtype in which gradients are summed."""
-    return jax.tree.map(lambda g: g * factor.astype(g.dtype), widen(grads))
+    """Returns ``grads * factor`` in the dtype in which gradients are summed; counts stay."""
+    times = lambda name, g: g if is_count(name) else g * factor.astype(g.dtype)  # noqa: E731
+    return map_named(times, widen(grads))

@@ -36,6 +36,8 @@ class Distill:
     teacher: str | None = None
     """A run of this experiment, a Hugging Face folder, or a name on its hub: a model of the same
     tokens, which may be deeper and wider, and stays as it is."""
+    stored: str | None = None
+    """A folder of such a model's answers that experiments.teach has written, in place of it."""
     temperature: float = 2.0
     """The logits of both are divided by this before they are compared."""
     mix: float = 0.5
@@ -48,6 +50,21 @@ class Distill:
         if not 0 <= self.mix <= 1:
             raise ValueError(f"`mix` is {self.mix}, and is a share: give a number from 0 to 1")
         return {"temperature": self.temperature, "mix": self.mix}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredDistillation(Change):
+    """The change that has a student learn from a teacher's stored answers, which its batches bring.
+
+    Args:
+      head_loss: in place of the student's, such as
+        :func:`jaxtrain.models.decoder.stored_distillation_loss`.
+    """
+
+    head_loss: Callable[[PyTree, PyTree, PyTree], WeightedLoss]
+
+    def stages(self, stages: Stages | None) -> Stages | None:
+        return stages and dataclasses.replace(stages, head_loss=self.head_loss)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -341,12 +341,43 @@ def distillation_loss(
             softcaps=(config.logit_softcap, teacher.logit_softcap),
             chunk=config.loss_chunk,
         )
-        metrics = {"accuracy": correct, "cross_entropy": nll, "divergence": kl}
-        total = (1 - mix) * nll + mix * temperature**2 * kl
-        weight = batch["mask"].astype(total.dtype).sum()
-        return WeightedLoss(total, weight, jax.lax.stop_gradient(metrics))
+        return _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
 
     return loss
+
+
+def stored_distillation_loss(
+    config: DecoderConfig, *, temperature: float, mix: float
+) -> Callable[[Params, jax.Array, Batch], WeightedLoss]:
+    """Returns a last stage as :func:`distillation_loss`, for batches with ``teacher_ids`` and
+    ``teacher_log_probs`` (:func:`jaxtrain.ops.losses.stored_divergence`); others have the loss of
+    their text alone."""
+
+    def loss(params, x_BTD, batch):
+        if "teacher_ids" not in batch:
+            return head_loss(config, params, x_BTD, batch)
+        nll, correct, kl = losses.stored_divergence(
+            _final_norm(config, params, x_BTD),
+            layers.head_kernel(config, params),
+            batch["teacher_ids"],
+            batch["teacher_log_probs"],
+            batch["targets"],
+            batch["mask"],
+            vocab_size=config.vocab_size,
+            temperature=temperature,
+            softcap=config.logit_softcap,
+            chunk=config.loss_chunk,
+        )
+        return _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
+
+    return loss
+
+
+def _of_both(nll, correct, kl, batch, *, temperature: float, mix: float) -> WeightedLoss:
+    metrics = {"accuracy": correct, "cross_entropy": nll, "divergence": kl}
+    total = (1 - mix) * nll + mix * temperature**2 * kl
+    weight = batch["mask"].astype(total.dtype).sum()
+    return WeightedLoss(total, weight, jax.lax.stop_gradient(metrics))
 
 
 def head_logits(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Output logits and the cross-entropy of tokens, without keeping the logits.
 
 Shapes: B batch, T positions, N tokens (of a tile), D width, E width of a teacher, V columns of the
-projection (vocabulary and padding), S shards of the batch, M = N / S.
+projection (vocabulary and padding), S shards of the batch, M = N / S, K tokens that are stored.
 """
 
 import functools
@@ -136,33 +136,84 @@ def divergence(
     >>> f"{total:.4f}, {kl:.4f}"  # -log 0.2, and log(0.5 / 0.4)
     '1.6094, 0.2231'
     """
-    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
-    forms = [_Form(vocab_size, tiles, 0.0, softcap) for softcap in softcaps]
-    shards = _batch_shards(x_BTD.shape[0])
+    shards, form = _batch_shards(x_BTD.shape[0]), _Form(vocab_size, 1, 0.0, softcaps[1])
     teacher_x_BTE, teacher_kernel_EV = jax.lax.stop_gradient((teacher_x_BTE, teacher_kernel_EV))
-    kernels = (
-        copies(each, shards, axes=(None, "vocab")) for each in (kernel_DV, teacher_kernel_EV)
-    )
-    kernel_SDV, teacher_kernel_SEV = kernels
+    teacher_kernel_SEV = copies(teacher_kernel_EV, shards, axes=(None, "vocab"))
+
+    def kl(log_q_NV, known_V, teacher_x_BTE):
+        (teacher_x_NE,) = _gathered((teacher_x_BTE,))
+        teacher_NV = _tile_logits(form, teacher_x_NE, teacher_kernel_SEV) / temperature
+        log_p_NV = jax.nn.log_softmax(jnp.where(known_V, teacher_NV, MASKED))
+        return jnp.where(known_V, jnp.exp(log_p_NV) * (log_p_NV - log_q_NV), 0.0).sum(axis=1)
+
+    how = {"vocab_size": vocab_size, "temperature": temperature, "chunk": chunk}
+    given = x_BTD, kernel_DV, targets_BT, mask_BT
+    return _diverging(kl, *given, teacher_x_BTE, softcap=softcaps[0], **how)
+
+
+def stored_divergence(
+    x_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    ids_BTK: jax.Array,
+    log_probs_BTK1: jax.Array,
+    targets_BT: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums as :func:`divergence` does, of a teacher's stored log-probabilities.
+
+    A teacher has probabilities of K tokens and one of all others together, and so has the student:
+    their divergence is at most that of all tokens, and the same where K is ``vocab_size``.
+
+    Args:
+      ids_BTK: tokens, different ones, in any order.
+      log_probs_BTK1: their log-probabilities at the ``temperature``, and that of all others.
+
+    Other arguments and errors, and results, are those of :func:`divergence`.
+    """
+
+    def kl(log_q_NV, known_V, *stored):
+        ids_NK, log_p_NK1 = (a.reshape(-1, a.shape[-1]) for a in stored)
+        log_p_NK1 = log_p_NK1.astype(jnp.float32)
+        # Comparisons and sums, not a gather: the vocabulary may be sharded.
+        same_NKV = ids_NK[:, :, None] == jnp.arange(len(known_V))
+        stored_NV = same_NKV.any(1)
+        log_p_NV = jnp.where(same_NKV, log_p_NK1[:, :-1, None], 0.0).sum(1)
+        kl_NV = jnp.where(stored_NV, jnp.exp(log_p_NV) * (log_p_NV - log_q_NV), 0.0)
+        has_rest_N = jnp.exp(rest_N := log_p_NK1[:, -1]) > 0
+        log_q_N = jax.nn.logsumexp(jnp.where(stored_NV, MASKED, log_q_NV), axis=1)
+        rest_N = jnp.where(has_rest_N, rest_N, 0.0)
+        return kl_NV.sum(1) + jnp.where(has_rest_N, jnp.exp(rest_N) * (rest_N - log_q_N), 0.0)
+
+    how = {"vocab_size": vocab_size, "temperature": temperature, "chunk": chunk}
+    given = x_BTD, kernel_DV, targets_BT, mask_BT, ids_BTK, jax.lax.stop_gradient(log_probs_BTK1)
+    return _diverging(kl, *given, softcap=softcap, **how)
+
+
+def _diverging(
+    kl, x_BTD, kernel_DV, targets_BT, mask_BT, *of_teacher, vocab_size, temperature, softcap, chunk
+):
+    """The sums of :func:`divergence`, by a tile's ``kl(log_q_NV, known_V, *of_teacher) -> [N]``."""
+    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
+    form = _Form(vocab_size, tiles, 0.0, softcap)
+    kernel_SDV = copies(kernel_DV, _batch_shards(x_BTD.shape[0]), axes=(None, "vocab"))
     mask_BT = mask_BT.astype(wide(x_BTD.dtype))
 
     @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
     def tile(_, parts):
-        x_BTD, targets_BT, teacher_x_BTE = parts
+        x_BTD, targets_BT, *of_teacher = parts
         x_ND, targets_N = _gathered((x_BTD, targets_BT))
-        (teacher_x_NE,) = _gathered((teacher_x_BTE,))
-        logits_NV = _tile_logits(forms[0], x_ND, kernel_SDV)
-        teacher_NV = _tile_logits(forms[1], teacher_x_NE, teacher_kernel_SEV)
+        logits_NV = _tile_logits(form, x_ND, kernel_SDV)
         nll_N, hit_N, _ = _token_losses(vocab_size, logits_NV, targets_N)[0]
-        known = jnp.arange(logits_NV.shape[1]) < vocab_size
-        log_p_NV, log_q_NV = (
-            jax.nn.log_softmax(jnp.where(known, x / temperature, MASKED))
-            for x in (teacher_NV, logits_NV)
-        )
-        kl_N = jnp.where(known, jnp.exp(log_p_NV) * (log_p_NV - log_q_NV), 0.0).sum(axis=1)
-        return None, _in_rows((nll_N, hit_N, kl_N), parts)
+        known_V = jnp.arange(logits_NV.shape[1]) < vocab_size
+        log_q_NV = jax.nn.log_softmax(jnp.where(known_V, logits_NV / temperature, MASKED))
+        return None, _in_rows((nll_N, hit_N, kl(log_q_NV, known_V, *of_teacher)), parts)
 
-    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, teacher_x_BTE)
+    _, per_token = _over_tiles(tile, None, tiles, x_BTD, targets_BT, *of_teacher)
     return tuple((each_BT * mask_BT).sum() for each_BT in per_token)
 
 

@@ -20,7 +20,11 @@ https://arxiv.org/abs/2209.05433, with the scales of the present step; mxfp8 tho
 rounds dy stochastically. A scale of a tensor is that of the whole on every mesh; with accumulation
 and pipelines it is that of a microbatch.
 
-Shapes: N tokens, D inputs, F outputs; of an operand M rows and K terms of the sum.
+A kernel may count what rounding loses. Its counts are the gradient of a parameter that is 0, so
+they are summed like any gradient, over microbatches, devices and stages, and cost no other pass.
+
+Shapes: N tokens, D inputs, F outputs; of an operand M rows and K terms of the sum; of counts the 3
+operands x, w and dy, and C of each: saturated, flushed and all.
 """
 
 import dataclasses
@@ -35,9 +39,12 @@ import numpy as np
 
 from jaxtrain.ops.linear import Product
 from jaxtrain.sharding.placement import manual_batch_axes
-from jaxtrain.tree import Unnamed
+from jaxtrain.sharding.stack import LayerOrder, Stack
+from jaxtrain.tree import COUNTS, SEPARATOR, PyTree, Unnamed
 
 E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
+# What is counted, of which operands.
+LOST, OPERANDS = ("saturated", "flushed"), ("activations", "weights", "gradients")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,22 +109,30 @@ RECIPES: Mapping[str, Recipe] = _recipes()
 class Scaled:
     """The kernel ``base``, an array [..., D, F] or another kernel, multiplied by a recipe.
 
-    Its part has the path of the whole: to whatever goes by paths a parameter is what it was.
+    The base has the path of the whole: to whatever goes by paths a parameter is what it was.
+
+    Args:
+      rounding_counts: zeros [..., 3, C], whose gradient counts what rounding loses
+        (:func:`lost`); None counts nothing.
     """
 
     base: Any
     recipe: str
+    rounding_counts: Any = None
 
     def tree_flatten_with_keys(self):
-        return ((Unnamed(), self.base),), self.recipe
+        counts = jax.tree_util.GetAttrKey(COUNTS), self.rounding_counts
+        return ((Unnamed(), self.base), counts), self.recipe
 
     @classmethod
     def tree_unflatten(cls, recipe, children):
-        return cls(children[0], recipe)
+        return cls(children[0], recipe, children[1])
 
     def multiply(self, x: jax.Array, product: Product) -> jax.Array:
         """Returns ``x @ base`` in the dtype of x, in place of the ``product`` of dense layers."""
-        return scaled_product(self.recipe, x, self.base)
+        if self.rounding_counts is None:
+            return scaled_product(self.recipe, x, self.base)
+        return _counted_product(self.recipe, x, self.base, self.rounding_counts)
 
     def axes(self, axes: Any) -> Mapping[str, Any]:
         return {"base": axes}
@@ -155,6 +170,66 @@ def _backward(recipe: str, kept: tuple[jax.Array, jax.Array], dy_NF: jax.Array):
 scaled_product.defvjp(_forward, _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _counted_product(recipe: str, x_ND: jax.Array, w_DF: jax.Array, _: jax.Array) -> jax.Array:
+    return scaled_product(recipe, x_ND, w_DF)
+
+
+def _counted_backward(recipe: str, kept: tuple[jax.Array, jax.Array], dy_NF: jax.Array):
+    (x_ND, w_DF), of = kept, RECIPES[recipe]
+    operands = (x_ND, of.y[0]), (w_DF.T, of.y[1]), (dy_NF, of.dx[0])
+    return *_backward(recipe, kept, dy_NF), jnp.stack([lost(*each) for each in operands])
+
+
+_counted_product.defvjp(lambda recipe, x, w, _: _forward(recipe, x, w), _counted_backward)
+
+
+def lost(x_MK: jax.Array, how: Rounding) -> jax.Array:
+    """Counts what rounding an operand loses, float32 [3], exact below 2^24.
+
+    Returns:
+      How many values saturate (they lie half a step or more beyond the largest number), how many
+      are flushed to 0 and were not, and how many there are.
+    """
+    values, _, units, given = _rounded(x_MK, how)
+    top, info = _most(how.dtype), jnp.finfo(how.dtype)
+    beyond = top + 2.0 ** (math.floor(math.log2(top)) - info.nmant - 1)
+    zero, lead = values == 0, range(values.ndim - 1)
+    over, was = (a.reshape(zero.shape) for a in (jnp.abs(units) >= beyond, given != 0))
+    # A sum of float32 ones, one after the other, stays at 2^24; int32 does not hold all of a batch.
+    each = (a.sum(tuple(lead), jnp.int32) for a in (over & ~zero, was & zero))
+    return jnp.stack([*(n_K.astype(jnp.float32).sum() for n_K in each), jnp.float32(x_MK.size)])
+
+
+def shares_lost(counts: Mapping[str, jax.Array], stack: Stack | None) -> dict[str, jax.Array]:
+    """Returns metrics made of counts by path: ``saturated/activations/blocks`` [layers] and so on.
+
+    Each is the share of the values of a layer's kernels that one kind of operand loses so, the
+    layers in natural order; of a kernel outside of stacks it is a number under its own path.
+    """
+    sums: dict[str, jax.Array] = {}
+    for name, found in counts.items():
+        own = name.removesuffix(f"{SEPARATOR}{COUNTS}")
+        part = next((p for p in stack.parts if p.holds(name)), None) if stack else None
+        if part is not None:
+            own = part.key
+            found = LayerOrder(tuple(found.shape[: part.lead]), part.places).join(found)
+            found = found.reshape(len(found), -1, *found.shape[-2:]).sum(1)  # one may hold several
+        sums[own] = sums.get(own, 0) + found
+    return {
+        f"{kind}/{operand}/{name}": found[..., k, c] / jnp.maximum(found[..., k, 2], 1)
+        for c, kind in enumerate(LOST)
+        for k, operand in enumerate(OPERANDS)
+        for name, found in sums.items()
+    }
+
+
+def uncounted(params: PyTree) -> PyTree:
+    """Returns parameters with their kernels in the place of those that count."""
+    is_counted = lambda x: isinstance(x, Scaled) and x.rounding_counts is not None  # noqa: E731
+    return jax.tree.map(lambda x: x.base if is_counted(x) else x, params, is_leaf=is_counted)
+
+
 def _product(a_MK: jax.Array, b_LK: jax.Array, of_a: Rounding, of_b: Rounding) -> jax.Array:
     """Returns a @ b^T [M, L] of rounded operands, in float32."""
     (a_MK, a_M1), (b_LK, b_L1) = rounded(a_MK, of_a), rounded(b_LK, of_b)
@@ -176,14 +251,19 @@ def rounded(x_MK: jax.Array, how: Rounding) -> tuple[jax.Array, jax.Array]:
       or [1, 1] by which they are to be multiplied. Values are of the rounding's dtype, or, of
       blocks, of one that holds them times the scale of their block.
     """
+    return _rounded(x_MK, how)[:2]
+
+
+def _rounded(x_MK: jax.Array, how: Rounding) -> tuple[jax.Array, ...]:
+    """As :func:`rounded`, and the values before: in units of their scale, and as they came."""
     if how.scale == "block":
         return _rounded_blocks(x_MK, how)
     x_MK = x_MK.astype(jnp.float32)
     scale = _scale(_largest(x_MK, -1 if how.scale == "row" else None), how.dtype)
-    return _cast(x_MK / scale, how.dtype), scale
+    return _cast(units := x_MK / scale, how.dtype), scale, units, x_MK
 
 
-def _rounded_blocks(x_MK: jax.Array, how: Rounding) -> tuple[jax.Array, jax.Array]:
+def _rounded_blocks(x_MK: jax.Array, how: Rounding) -> tuple[jax.Array, ...]:
     (*lead, K), size = x_MK.shape, how.block
     x_MK = jnp.pad(x_MK, (*((0, 0) for _ in lead), (0, -K % size)))
     x_MJj = x_MK.reshape(*lead, -1, size)
@@ -203,13 +283,14 @@ def _rounded_blocks(x_MK: jax.Array, how: Rounding) -> tuple[jax.Array, jax.Arra
         outer = _scale(_largest(x_MJj.reshape(x_MK.shape)), how.dtype, _most(E4M3))
         scale_MJ = _cast(largest_MJ / _most(how.dtype) / outer[..., None], E4M3)
         scale_MJ = scale_MJ.astype(jnp.float32)
-    units = x_MJj / jnp.where(scale_MJ == 0, 1, scale_MJ * outer[..., None])
+    given = x_MJj / jnp.where(scale_MJ == 0, 1, scale_MJ * outer[..., None])
     if how.dtype == E2M1:
-        units = _e2m1(units, _uniform(units.shape, scale_MJ) if how.stochastic else None)
+        units = _e2m1(given, _uniform(given.shape, scale_MJ) if how.stochastic else None)
     else:
-        units = _cast(units, how.dtype).astype(jnp.float32)
+        units = _cast(given, how.dtype).astype(jnp.float32)
     # Four significant bits at most times four of a scale: bfloat16 holds them.
-    return (units * scale_MJ).reshape(x_MK.shape).astype(jnp.bfloat16), outer
+    values_MK = (units * scale_MJ).reshape(x_MK.shape).astype(jnp.bfloat16)
+    return values_MK, outer, given, x_MJj
 
 
 def _largest(x: jax.Array, axis: int | None = None) -> jax.Array:

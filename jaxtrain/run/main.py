@@ -23,6 +23,7 @@ import tyro
 
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
+from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
@@ -66,6 +67,12 @@ class Config:
     recipe_in: str | None = None
     """Regex of the kernels whose products --precision fp8 to nvfp4 rounds, such as /mlp/; left out,
     all of attention and MLP, and the others stay in bf16."""
+    count_rounding: bool = False
+    """Log which share of the values of products' operands --precision fp8 to nvfp4 saturates and
+    flushes to 0, by layer: flushed/gradients/blocks and so on."""
+    gradients: Literal["float32", "int8"] = "float32"
+    """What every device rounds the gradients of a microbatch to, at random, before they are
+    summed."""
     cast_batch: str | None = None
     """Regex of names of batch arrays, such as '^x$': floating-point ones that match are cast to the
     dtype of the compute; a model that casts its inputs itself needs none."""
@@ -147,6 +154,13 @@ class Config:
                 )
 
             given["optimizer"] = optimizer_of
+        if self.gradients == "int8":
+            if "engine" in given:
+                raise ValueError(
+                    f"`gradients` is 'int8' and experiment {name!r} has an engine of its own: give "
+                    "one of them"
+                )
+            given["engine"] = rounded()
         policy = dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch)
         if self.recipe_in is not None:
             if policy.recipe is None:
@@ -155,6 +169,7 @@ class Config:
                     f"operands of products; give one of {', '.join(RECIPES)}, or leave it out"
                 )
             policy = dataclasses.replace(policy, recipe_in=self.recipe_in)
+        policy = dataclasses.replace(policy, count_rounding=self.count_rounding)
         ours = {"steps": self.steps, "layout": self.layout, "policy": policy, "seed": self.seed}
         ours |= {"items_per_step": self.global_batch, "item": "rows"}
         return Experiment.of(name=name, config=record, may_change=may_change, **ours | given)

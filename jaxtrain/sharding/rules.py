@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.sharding.mesh import BATCH_AXES, automatic
 from jaxtrain.sharding.specs import names_of, spread, tidy
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.tree import PyTree, map_named, named_leaves, owner_of
+from jaxtrain.tree import PyTree, is_count, map_named, named_leaves, owner_of
 
 Rule = tuple[str, Sequence[str | None]]
 
@@ -294,7 +294,9 @@ def _ruled(
             )
 
     def spec(name: str, shape: tuple[int, ...]) -> P | None:
-        rule = next((rule for rule in table if re.search(rule[0], name)), None)
+        # What a kernel counts is no matrix, and lies by itself.
+        found = () if is_count(name) else (rule for rule in table if re.search(rule[0], name))
+        rule = next(iter(found), None)
         return rule and _named_spec(f"{what} {name!r}", shape, *rule, mesh, rules)
 
     return spec

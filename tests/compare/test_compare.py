@@ -10,7 +10,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.build import compile_eval, evaluate, make_experiment_mesh, make_state
-from jaxtrain.compare import command, turns
+from jaxtrain.compare import command, rounding, turns
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.main import load_experiment
 from jaxtrain.sharding.rules import batch_sharding
@@ -153,3 +153,86 @@ def test_a_variant_that_does_not_fit_is_named():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     with pytest.raises(jax.errors.JaxRuntimeError), turns.naming("x=1"):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_seeds_are_pooled_and_a_mesh_has_no_rounding_to_compare(capsys):
+    vary = ["precision=f32,bf16"]
+    names = [f"precision={name} seed={seed}" for name in ("f32", "bf16") for seed in (3, 4)]
+    assert list(command.make_variants(MODULE, vary, ["--seed", "3"], seeds=2)) == names
+    shared = {
+        "mesh": "",
+        "mfu": None,
+        "compiled_bytes": 1,
+        "measured_bytes": None,
+        "losses": (1.0,),
+    }
+    shared |= {"items_per_second": 1.0, "compile_seconds": 1.0, "step_seconds": (1.0, 3.0)}
+    shared |= {"losses": (1.0,)}
+    results = [
+        turns.Result(name, ratio=i, loss=i, held_out=2.0 * i, rounding={"x": (i, 1)}, **shared)
+        for i, name in enumerate(names)
+    ]
+    for i, found in enumerate(command.pooled(results, 2)):
+        assert found.name == names[2 * i].removesuffix(" seed=3")
+        assert found.step_seconds == (1.0, 3.0, 1.0, 3.0)
+        each = found.ratio, found.loss, found.held_out, found.rounding
+        assert each == (2 * i + 0.5, 2 * i + 0.5, 4 * i + 1, {"x": (2 * i + 0.5, 1)})
+    assert command.pooled(results, 1) == results
+    options = command.CompareOptions(MODULE, seeds=2)
+    command.print_table(results, options, item="rows")
+    command.print_rounding(command.pooled(results, 2))
+    out = capsys.readouterr().out
+    assert "5.0000  4.0000 to 6.0000" in out
+    assert out.split("layer")[-1].split()[2:5] == ["x", "0", "50.000%"]
+    flags = ["--vary", *vary, "--rounds", "2", "--block-steps", "2"]
+    for more, words in (
+        (["--vary", "seed=1,2", "--seeds", "2"], "--seeds is 2 and --vary has a seed too"),
+        (["--rounding", "1"], "--rounding is 1 on 8 devices: gradients are compared with"),
+    ):
+        status, _, error = commands.run(capsys, "compare", MODULE, *flags, *more)
+        assert status
+        assert words in error
+
+
+def test_signal_and_noise_are_by_layer_in_natural_order_however_layers_are_cut():
+    stack = jt.Stack(virtual=2)
+    rng = np.random.default_rng(0)
+    exact, error = ({"blocks": {"w": rng.normal(size=(4, 3, 2))}} for _ in range(2))
+    given = {"blocks": {"w": exact["blocks"]["w"] - 1e-2 * error["blocks"]["w"]}}
+    cut = ({"blocks/w": stack.cut(x)["blocks"]["w"], "head": np.ones(2)} for x in (exact, given))
+    found = rounding.signal_and_noise(*cut, stack)
+    sizes = [np.linalg.norm(x["blocks"]["w"], axis=(1, 2)) for x in (exact, error)]
+    expected = 20 * np.log10(sizes[0] / sizes[1]) + 40
+    np.testing.assert_allclose(rounding.decibels(found["blocks/w"]), expected, rtol=1e-6)
+    assert rounding.decibels(found["head"]) == np.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_decibels_and_shares_are_those_of_a_models_gradients(recipe):
+    from experiments import gpt
+
+    sizes = {"layers": 2, "width": 32, "heads": 2, "seq_len": 16, "global_batch": 2, "steps": 1}
+    experiment = gpt.outline(gpt.Config(precision=recipe, **sizes))
+    mesh = make_experiment_mesh(experiment, jax.devices()[:1])
+    state, loss = make_state(experiment, mesh), jt.loss_from_stages(experiment.laid.stages)
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 17))
+    shared = {"mask": np.ones((2, 16), "f"), "segments": np.ones((2, 16), int)}
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], **shared}
+    batch["positions"] = np.tile(np.arange(16), (2, 1))
+    found = rounding.measure(experiment, state, [batch])
+    exact, given = (
+        jax.jit(jax.grad(lambda p, own=own: loss(own.cast_to_compute(p), batch, None).total))(
+            state.params
+        )
+        for own in (jt.Policy(), experiment.policy)
+    )
+    signal, noise = np.zeros(2), np.zeros(2)
+    for g, own in zip(*map(jax.tree.leaves, (exact["blocks"], given["blocks"])), strict=True):
+        signal += np.square(np.asarray(g, float)).reshape(2, -1).sum(1)
+        noise += np.square(np.asarray(g, float) - np.asarray(own, float)).reshape(2, -1).sum(1)
+    expected = 20 * np.log10(np.sqrt(signal) / np.sqrt(noise))
+    np.testing.assert_allclose(found["decibels/blocks"], expected, atol=0.5)  # rounding of bf16
+    kinds = [name for name in found if name.startswith("flushed")]
+    assert len(kinds) == (3 if recipe == "nvfp4" else 0)
+    assert all(0 < share < 0.5 for name in kinds for share in found[name])
