@@ -358,7 +358,9 @@ def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.
         lora = dataclasses.replace(lora, train=(*lora.train, "^head/"))
     changed = apply(experiment, lora)
     if config.quantize is not None:
-        changed = apply(changed, Quantize(config.quantize, keep=lora.train))
+        of_files = source is not None and not source.is_run
+        group = hf.group_of(source.path, config.quantize) if of_files else None
+        changed = apply(changed, Quantize(config.quantize, group, keep=lora.train))
     begin = changed.task.params
     return changed.with_(params=lambda: hf.adapters.placed(begin(), found)) if found else changed
 

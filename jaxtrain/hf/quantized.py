@@ -1,46 +1,296 @@
-"""Tensors that bitsandbytes has quantized to NF4, read as the numbers that they stand for."""
+"""Weights of 1 to 8 bits in Hugging Face folders: read as the numbers that they stand for, and
+written.
+
+NF4 of bitsandbytes, GPTQ, AWQ, and pack-quantized and int-quantized of compressed-tensors are read;
+compressed-tensors (int4, int8) and NF4 are written.
+
+Shapes: D inputs, F outputs, G groups of inputs that share a scale. A dense layer of PyTorch is
+[F, D].
+"""
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.ops.packed import NF4, Kind, Packed
+
 _STATE = ".quant_state.bitsandbytes__nf4"
+# The places in which AWQ's kernel wants the columns of a word.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_BITS = {"gptq": (2, 3, 4, 8), "awq": (4,), "compressed-tensors": range(1, 9)}
+# The end of the name of a tensor that each quantized module has, and of all that it has.
+_OLD = ".qweight", r"\.(qweight|qzeros|scales|g_idx)"
+_NAMES = {
+    "bitsandbytes": (f".weight{_STATE}", r"\.weight(\..+)?"),
+    "gptq": _OLD,
+    "awq": _OLD,
+    "compressed-tensors": (".weight_scale", r"\.weight(_\w+)?"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a folder's weights are quantized, by its config.json.
+
+    Args:
+      method: bitsandbytes, gptq, awq or compressed-tensors.
+      bits: of a code.
+      group: inputs that share a scale; None means all, or what the tensors say.
+      first: GPTQ's first version, which stores a zero point as the number below it.
+    """
+
+    method: str
+    bits: int = 4
+    group: int | None = None
+    first: bool = False
+
+
+def read_format(theirs: Mapping[str, Any]) -> Format | None:
+    """Returns what a ``quantization_config`` says, and None for what is empty. Raises ValueError
+    for formats that are not read."""
+
+    def known(name: str, value: Any, *values: Any) -> Any:
+        if value not in values:
+            raise ValueError(
+                f"quantization_config has {name}={value!r}, which is not read: only "
+                f"{', '.join(map(repr, values))}; export the model in one of these or without codes"
+            )
+        return value
+
+    if not theirs:
+        return None
+    old = "bitsandbytes" if "bnb_4bit_quant_type" in theirs else None
+    method = known("quant_method", theirs.get("quant_method", old), *_NAMES)
+    if method == "bitsandbytes":
+        known("bnb_4bit_quant_type", theirs.get("bnb_4bit_quant_type"), "nf4")
+        return Format(method)
+    if method == "compressed-tensors":
+        known("format", theirs.get("format"), "pack-quantized", "int-quantized", "naive-quantized")
+        schemes = theirs.get("config_groups", {}).values()
+        for scheme in schemes:
+            known("input_activations", scheme.get("input_activations"), None)
+            known("type", scheme.get("weights", {}).get("type", "int"), "int")
+        told = {
+            (x.get("num_bits", 8), x.get("group_size")) for x in (y["weights"] for y in schemes)
+        }
+        known("config_groups of", len(told), 1)
+        ((bits, group),) = told
+        return Format(method, known("num_bits", bits, *_BITS[method]), _positive(group))
+    if method == "awq":
+        known("version", str(theirs.get("version", "gemm")).lower(), "gemm")
+    version = theirs.get("checkpoint_format") or "gptq"
+    first = method == "gptq" and known("checkpoint_format", version, "gptq", "gptq_v2") == "gptq"
+    bits, group = known("bits", theirs.get("bits"), *_BITS[method]), theirs.get("group_size")
+    return Format(method, bits, _positive(group), first)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Dequantized:
-    """A float32 tensor, of parts by the end of their names; it is made when it is read."""
+    """A float32 tensor, of parts by the end of their names; it is made when it is read.
+
+    Args:
+      parts: tensors of the file.
+      format: how they are to be read.
+      conv1d: whether it is [D, F], as a Conv1D of transformers has it.
+    """
 
     parts: Mapping[str, Any]
-    state: Mapping[str, Any]
+    format: Format
+    conv1d: bool = False
     dtype = np.dtype(np.float32)
-    shape = property(lambda self: tuple(self.state["shape"]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        method, parts = self.format.method, self.parts
+        if method == "bitsandbytes":
+            shape = self._state["shape"]
+        elif ".weight_shape" in parts:
+            shape = parts[".weight_shape"].stored[...].tolist()
+        elif method == "compressed-tensors":
+            shape = parts[".weight"].shape
+        else:  # [G, F], and a word of several codes along one of two axes
+            *_, F = parts[".scales"].shape
+            rows = parts[".qweight"].shape[0]
+            shape = F, rows * 32 // self.format.bits if method == "gptq" else rows
+        return tuple(shape[::-1] if self.conv1d else shape)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        pairs, state = _bytes(self.parts[""]), self.state
+        if self.format.method == "bitsandbytes":
+            whole_FD = self._nf4()
+        else:
+            codes_FD, scale_FG, zero_FG, groups_D = self._integers()
+            if zero_FG is not None:
+                codes_FD = codes_FD - zero_FG[:, groups_D]
+            whole_FD = codes_FD.astype(np.float32) * scale_FG[:, groups_D]
+        return (whole_FD.T if self.conv1d else whole_FD)[index]
+
+    def scale(self, kind: Kind) -> np.ndarray | None:
+        """Returns the scales, float32 [F, G] (of a Conv1D [G, F]), of what ``kind`` has the same
+        codes and scales for: integers of as many bits about 0, in groups of adjoining inputs."""
+        if kind != f"int{self.format.bits}" or self.format.method == "bitsandbytes":
+            return None
+        _, scale_FG, zero_FG, groups_D = self._integers()
+        group = groups_D.size // scale_FG.shape[1]
+        adjoining = np.array_equal(groups_D, np.arange(groups_D.size) // group)
+        if not adjoining or (zero_FG is not None and np.any(zero_FG)):
+            return None
+        return scale_FG.T if self.conv1d else scale_FG
+
+    def _integers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
+        """Codes about 0 [F, D], scales, zeros about 0, and the group of each input."""
+        bits, method = self.format.bits, self.format.method
+        parts = {name: part.stored[...] for name, part in self.parts.items()}
+        F, D = self.shape[::-1] if self.conv1d else self.shape
+        half, zero_FG, index = 2 ** (bits - 1), None, parts.get(".g_idx")
+        if method == "compressed-tensors":
+            scale_FG, index = parts[".weight_scale"], parts.get(".weight_g_idx")
+            zero_FG, codes_FD = parts.get(".weight_zero_point"), parts.get(".weight")
+            if codes_FD is None:
+                codes_FD = _unpacked(parts[".weight_packed"], bits)[:, :D] - half
+                if zero_FG is not None:
+                    zero_FG = _unpacked(zero_FG.T, bits).T[:F] - half
+        else:
+            scale_FG, qweight, qzeros = parts[".scales"].T, parts[".qweight"], parts[".qzeros"]
+            zero_FG = _unpacked(qzeros, bits)
+            if method == "awq":
+                codes_FD = _ordered(_unpacked(qweight, bits)).T
+                zero_FG = _ordered(zero_FG)
+            else:
+                codes_FD = _unpacked(qweight.T, bits)
+            # A stored 15 of the first version means 16.
+            codes_FD, zero_FG = codes_FD - half, zero_FG.T[:F] + self.format.first - half
+        scale_FG = scale_FG.reshape(-1, scale_FG.shape[-1]).astype(np.float32)
+        scale_FG = np.broadcast_to(scale_FG, (F, scale_FG.shape[1]))
+        if zero_FG is not None:
+            zero_FG = np.broadcast_to(zero_FG.astype(np.int16), scale_FG.shape)
+        groups = np.arange(D) // -(-D // scale_FG.shape[1]) if index is None else index
+        return codes_FD.astype(np.int16), scale_FG, zero_FG, groups
+
+    @property
+    def _state(self) -> Mapping[str, Any]:
+        return json.loads(_bytes(self.parts[f".weight{_STATE}"]).tobytes())
+
+    def _nf4(self) -> np.ndarray:
+        parts = {name.removeprefix(".weight"): part for name, part in self.parts.items()}
+        pairs, state = _bytes(parts[""]), self._state
         if "nested_offset" in state:
-            inner = self.parts[".nested_quant_map"][...][_bytes(self.parts[".absmax"])]
-            outer = np.repeat(self.parts[".nested_absmax"][...], state["nested_blocksize"])
+            inner = parts[".nested_quant_map"][...][_bytes(parts[".absmax"])]
+            outer = np.repeat(parts[".nested_absmax"][...], state["nested_blocksize"])
             scale = inner * outer[: inner.size] + np.float32(state["nested_offset"])
         else:
-            scale = self.parts[".absmax"][...]
-        codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(self.shape)
-        scale = np.repeat(scale, state["blocksize"])[: codes.size].reshape(self.shape)
-        return (self.parts[".quant_map"][...][codes] * scale)[index]
+            scale = parts[".absmax"][...]
+        codes = np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(state["shape"])
+        scale = np.repeat(scale, state["blocksize"])[: codes.size].reshape(state["shape"])
+        return parts[".quant_map"][...][codes] * scale
 
 
-def dequantized(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a file's tensors, those of NF4 as one each."""
+def dequantized(
+    tensors: Mapping[str, Any], format: Format | None, *, conv1d: bool = False
+) -> dict[str, Any]:
+    """Returns a file's tensors, of those that are quantized one for each weight.
+
+    Args:
+      tensors: of a file.
+      format: of the quantized ones; None means that there are none.
+      conv1d: whether the model's dense layers are Conv1D of transformers.
+    """
     found = dict(tensors)
-    for name in (name.removesuffix(_STATE) for name in tensors if name.endswith(_STATE)):
-        parts = {
-            x.removeprefix(name): found.pop(x) for x in tensors if f"{x}.".startswith(f"{name}.")
-        }
-        found[name] = Dequantized(parts, json.loads(_bytes(parts[_STATE]).tobytes()))
+    if format is None:
+        return found
+    end, pattern = _NAMES[format.method]
+    for module in [name.removesuffix(end) for name in tensors if name.endswith(end)]:
+        ends = (name.removeprefix(module) for name in tensors if name.startswith(module))
+        parts = {x: found.pop(module + x) for x in ends if re.fullmatch(pattern, x)}
+        found[f"{module}.weight"] = Dequantized(parts, format, conv1d)
     return found
+
+
+def encoded(kernel: Packed, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a quantized weight by the ends of their names, after the module's.
+
+    Args:
+      kernel: [D, F], of NumPy arrays: int4 and int8 as compressed-tensors' pack-quantized, nf4 as
+        bitsandbytes.
+      dtype: of scales in compressed-tensors, which has to hold them.
+
+    Raises:
+      ValueError: it does not hold them.
+    """
+    D, F = kernel.shape
+    scale_FG = np.ascontiguousarray(kernel.scale.view(np.float32).T)
+    codes_DF = kernel.codes
+    if kernel.kind != "int8":
+        codes_DF = np.stack([codes_DF >> 4, codes_DF & 15], axis=1).reshape(D, F)
+    codes_FD = np.ascontiguousarray(codes_DF.T)
+    if kernel.kind == "nf4":
+        state = {"quant_type": "nf4", "blocksize": D // scale_FG.shape[1], "dtype": "float32"}
+        yield ".weight", (codes_FD[:, ::2] << 4 | codes_FD[:, 1::2]).reshape(-1, 1)
+        yield ".weight.absmax", scale_FG.reshape(-1)
+        yield ".weight.quant_map", NF4
+        text = json.dumps(state | {"shape": [F, D]}).encode()
+        yield f".weight{_STATE}", np.frombuffer(text, np.uint8)
+        return
+    if kernel.kind == "int8":
+        codes_FD = (codes_FD.astype(np.int16) + 128).astype(np.uint8)
+    with np.errstate(over="ignore", under="ignore"):
+        rounded_FG = scale_FG.astype(dtype)
+    if np.any(rounded_FG.astype(np.float32) != scale_FG):
+        raise ValueError(f"{dtype} does not hold its scales: export it as bfloat16 or float32")
+    yield ".weight_packed", _words(codes_FD, int(kernel.kind[3:]))
+    yield ".weight_scale", rounded_FG
+    yield ".weight_shape", np.array([F, D])
+
+
+def config_of(kind: Kind, group: int | None, skipped: list[str]) -> dict[str, Any]:
+    """Returns the ``quantization_config`` of a folder of weights that :func:`encoded` has made.
+
+    Args:
+      kind: of all kernels.
+      group: inputs that share a scale; None means all.
+      skipped: modules that are not quantized.
+    """
+    if kind == "nf4":
+        how = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        how |= {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_storage": "uint8"}
+        return how | {"bnb_4bit_compute_dtype": "float32", "llm_int8_skip_modules": skipped}
+    weights = {"num_bits": int(kind[3:]), "type": "int", "symmetric": True, "dynamic": False}
+    weights |= {"strategy": "group" if group else "channel", "group_size": group}
+    scheme = {"targets": ["Linear"], "weights": weights}
+    scheme |= {"input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": skipped,
+    }
+
+
+def _positive(group: int | None) -> int | None:
+    return group if group and group > 0 else None
+
+
+def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Codes int16 of int32 words along the last axis, the lowest bits first, across words too."""
+    stream = np.ascontiguousarray(words).view(np.uint8)
+    stream = np.unpackbits(stream, axis=-1, bitorder="little")
+    stream = stream[..., : stream.shape[-1] // bits * bits].reshape(*words.shape[:-1], -1, bits)
+    return np.packbits(stream, axis=-1, bitorder="little")[..., 0].astype(np.int16)
+
+
+def _words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of :func:`_unpacked`, of codes that fill whole words."""
+    stream = np.unpackbits(codes[..., None], axis=-1, bitorder="little", count=bits)
+    return np.packbits(stream.reshape(*codes.shape[:-1], -1), -1, "little").view(np.int32)
+
+
+def _ordered(codes: np.ndarray) -> np.ndarray:
+    words = codes.reshape(*codes.shape[:-1], -1, 8)
+    return words[..., _AWQ_ORDER].reshape(codes.shape)
 
 
 def _bytes(tensor: Any) -> np.ndarray:
