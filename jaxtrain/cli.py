@@ -26,6 +26,7 @@ from jaxtrain.data import command as data
 from jaxtrain.engines.pipeline import balance, draw
 from jaxtrain.engines.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.hf import command as hf
+from jaxtrain.hf import shrink_command as shrink
 from jaxtrain.host import output, quiet
 from jaxtrain.host.paths import check_on_disk
 from jaxtrain.landscape import command as landscape
@@ -330,6 +331,7 @@ COMMANDS = {
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
+    "shrink": Command(shrink.ShrinkOptions, shrink.run_shrink),
     "watch": Command(live.WatchOptions, live.run_watch),
     "profile": Command(profile.ProfileOptions, profile.run_profile),
     "report": Command(report.ReportOptions, report.run_report),

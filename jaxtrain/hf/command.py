@@ -121,6 +121,8 @@ def _export(options: ExportOptions) -> int:
             raise ValueError("--onto is original: the run has no packed kernels; leave it out")
         begun = _begun(stored["flags"]["init_from"])
         params = merging.onto_original(trained.unmerged(options.run, options.step)[1], begun)
+    elif "quantized" in stored and "low_rank" not in stored:  # the codes that it has
+        _, params = trained.unmerged(options.run, options.step)
     if context := stored.get("context"):
         model = dataclasses.replace(model, seq_len=max(model.seq_len, context))
     fields, files = {}, {}

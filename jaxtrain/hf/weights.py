@@ -310,7 +310,12 @@ def save(
     if coded:
         skipped = [row.theirs for path, row in rows.items() if path not in coded]
         skipped = [x.removesuffix(".weight") for x in (*skipped, *chosen.copies) if "{" not in x]
-        group = group or (None if quantize == "int8" else 64)
+        packed = [x for x in leaves.values() if is_packed(x) and x.kind == quantize]
+        if packed:
+            most = max(packed, key=lambda x: x.scale.shape[-2])
+            group = most.shape[-2] // most.scale.shape[-2] if most.scale.shape[-2] > 1 else None
+        elif quantize != "int8":
+            group = group or 64
         theirs["quantization_config"] = config_of(quantize, group, skipped)
     (folder / "config.json").write_text(json_text(theirs))
 
