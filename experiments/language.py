@@ -351,7 +351,10 @@ def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.
                 "--quantize-aware and --keep-zeros are for whole kernels, and low-rank additions "
                 "are neither rounded nor 0: leave --lora.rank and --adapter out"
             )
-        experiment = apply(experiment, constrain)
+        # Codes are those of the numbers that are kept, not of those that are computed with.
+        keep = r"/(attn|cross|mlp)/.*kernel/" if constrain.rounded else experiment.policy.keep
+        policy = dataclasses.replace(experiment.policy, keep=keep)
+        experiment = apply(experiment, constrain, policy=policy)
     if config.adapter is not None:
         if source is None or lora != LoRA(train=lora.train):
             mend = "leave --lora.rank and the like out" if source else "give that with --init-from"

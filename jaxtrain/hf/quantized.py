@@ -70,22 +70,18 @@ def read_format(theirs: Mapping[str, Any]) -> Format | None:
         return Format(method)
     if method == "compressed-tensors":
         known("format", theirs.get("format"), "pack-quantized", "int-quantized", "naive-quantized")
-        schemes = theirs.get("config_groups", {}).values()
-        for scheme in schemes:
-            known("input_activations", scheme.get("input_activations"), None)
-            known("type", scheme.get("weights", {}).get("type", "int"), "int")
-        told = {
-            (x.get("num_bits", 8), x.get("group_size")) for x in (y["weights"] for y in schemes)
-        }
-        known("config_groups of", len(told), 1)
-        ((bits, group),) = told
-        return Format(method, known("num_bits", bits, *_BITS[method]), _positive(group))
+        schemes = list(theirs.get("config_groups", {}).values())
+        known("the number of config_groups", len(schemes), 1)
+        known("input_activations", schemes[0].get("input_activations"), None)
+        theirs = schemes[0].get("weights") or {}
+        known("type", theirs.get("type", "int"), "int")
     if method == "awq":
         known("version", str(theirs.get("version", "gemm")).lower(), "gemm")
     version = theirs.get("checkpoint_format") or "gptq"
     first = method == "gptq" and known("checkpoint_format", version, "gptq", "gptq_v2") == "gptq"
-    bits, group = known("bits", theirs.get("bits"), *_BITS[method]), theirs.get("group_size")
-    return Format(method, bits, _positive(group), first)
+    name = "num_bits" if method == "compressed-tensors" else "bits"
+    bits = known(name, theirs.get(name), *_BITS[method])
+    return Format(method, bits, max(theirs.get("group_size") or 0, 0) or None, first)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -268,10 +264,6 @@ def config_of(kind: Kind, group: int | None, skipped: list[str]) -> dict[str, An
         "config_groups": {"group_0": scheme},
         "ignore": skipped,
     }
-
-
-def _positive(group: int | None) -> int | None:
-    return group if group and group > 0 else None
 
 
 def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:

@@ -1,9 +1,9 @@
 """The command ``jaxtrain shrink``: a smaller model of a trained decoder, and what it has lost."""
 
 import dataclasses
-import json
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +30,11 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
+# Of a text: rows that are taken at once, and tokens of a row at most.
 _ROWS_AT_ONCE = 8
+_LONGEST = 1024
+# What a run's checkpoint says of the folder that it began from.
+_TOLD = {"family": "family_name", "special_tokens": "special_tokens"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +83,9 @@ def run_shrink(options: ShrinkOptions, rest: list[str]) -> int:
     for name in ("heads", "channels"):
         if not 0 < (share := getattr(options, name)) <= 1:
             raise ValueError(f"--{name} is {share}: give a share above 0 and up to 1")
-    n_of_m = _parse(options.prune)
     if options.heads == options.channels == 1 and not (options.prune or options.quantize):
         raise ValueError("nothing is asked for: give --heads, --channels, --prune or --quantize")
+    keep = _parse(options.prune)
     if options.png is not None:
         check_on_disk(options.png, "--png")
         new_figure(1, 1)
@@ -89,68 +93,56 @@ def run_shrink(options: ShrinkOptions, rest: list[str]) -> int:
     weights.check_new(options.out)
     quiet.start()
     model, params, tokenizer, stored, files = _open(options.model)
-    shares = {"heads": options.heads, "channels": options.channels}
-    small = shrink.sizes(model, **shares)
-    _check_sizes(options, small, n_of_m[1])
-    rows, held_out = _rows(options, tokenizer, model.seq_len)
+    params = jax.tree.map(np.asarray, params)
+    small = shrink.sizes(model, heads=options.heads, channels=options.channels)
+    change = Quantize(options.quantize, options.group)
+    _check_sizes(options, small, keep[1], change)
+    rows, held_out = _rows(options, tokenizer, min(model.seq_len, _LONGEST))
     before = _told(model, params, held_out, tokenizer)
-    small_params = jax.tree.map(np.asarray, params)
     if small != model:
-        found = _grams(model, small_params, rows, "/(out|down)/kernel$")
-        small_params = shrink.narrow(model, small, small_params, found)
-    found, errors = _grams(small, small_params, rows, Quantize.targets[0]), {}
+        found = _grams(model, params, rows, "/(out|down)/kernel$")
+        params = shrink.narrow(model, small, params, found)
+    found, errors = _grams(small, params, rows, change.targets[0]), {}
 
     def smaller(name: str, kernel: np.ndarray) -> Any:
         if name not in found:
             return kernel
-        layers = [_kernel(options, n_of_m, w, x) for w, x in zip(kernel, found[name], strict=True)]
+        layers = [_kernel(options, keep, *each) for each in zip(kernel, found[name], strict=True)]
         dense = [np.asarray(merge(layer)) for layer in layers]
         errors[name] = list(map(shrink.error, kernel, dense, found[name]))
         return jax.tree.map(lambda *parts: np.stack(parts), *layers)
 
-    small_params = map_named(smaller, small_params)
-    after = _told(small, small_params, held_out, tokenizer)
-    stored |= {"model": dataclasses.asdict(small)}
-    if options.quantize is not None:
-        change = Quantize(options.quantize, options.group)
-        stored |= json.loads(json.dumps(change.record))
+    params = map_named(smaller, params)
+    after = _told(small, params, held_out, tokenizer)
+    stored |= {"model": dataclasses.asdict(small)} | (change.record if change.kind else {})
     with Checkpointer(options.out / CHECKPOINTS) as checkpoints:
-        checkpoints.save(0, {"params": small_params}, config=stored)
+        checkpoints.save(0, {"params": params}, config=stored)
     for name, text in files.items():
         (options.out / name).write_text(text, encoding="utf-8")
-    _report(options, errors, {name: (old, after[name]) for name, old in before.items()})
+    _report(options, errors, before, after)
     return 0
 
 
 def _parse(prune: str | None) -> tuple[float, int | None]:
-    """How many of how many inputs stay; without the second, a share of all."""
-    found = re.fullmatch(r"(\d+):(\d+)", prune or "0.0")
-    if found and 0 < int(found[1]) < int(found[2]):
-        return int(found[1]), int(found[2])
-    try:
-        share = float("nan" if found else prune or 0)
-    except ValueError:
-        share = float("nan")
-    if not 0 <= share < 1:
-        raise ValueError(f"--prune is {prune!r}: give a share from 0 to 1, or N:M, such as 2:4")
-    return 1 - share, None
+    """How many of how many inputs stay; without the second, which share of all."""
+    n, _, m = (prune or "0").partition(":")
+    if m and n.isdecimal() and m.isdecimal() and 0 < int(n) < int(m):
+        return int(n), int(m)
+    if m or not re.fullmatch(r"0?(\.\d+)?", n):
+        raise ValueError(f"--prune is {prune!r}: give a share below 1, or N:M, such as 2:4")
+    return 1 - float(n), None
 
 
-def _check_sizes(options: ShrinkOptions, small: Any, m: int | None) -> None:
+def _check_sizes(options: ShrinkOptions, small: Any, m: int | None, change: Quantize) -> None:
     """Raises ValueError where a kernel cannot be quantized or pruned so."""
-    change = Quantize(options.quantize, options.group)
-
-    def make(key: jax.Array) -> PyTree:
-        params = decoder.init(small, key)
-        for name, x in named_leaves(params).items():
-            if m and re.search(change.targets[0], name) and x.shape[-2] % m:
-                raise ValueError(
-                    f"--prune is {options.prune}: {name} has {x.shape[-2]} inputs, which {m} does "
-                    "not divide; give a share"
-                )
-        return change.params(params, key)
-
-    jax.eval_shape(make, jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(decoder.init, small), jax.random.key(0))
+    jax.eval_shape(lambda params: change.params(params, jax.random.key(0)), shapes)
+    for name, x in named_leaves(shapes).items():
+        if m and re.search(change.targets[0], name) and x.shape[-2] % m:
+            raise ValueError(
+                f"--prune is {options.prune}: {name} has {x.shape[-2]} inputs, which {m} does not "
+                "divide; give a share"
+            )
 
 
 def _open(source: str) -> tuple[Any, PyTree, Any, dict[str, Any], dict[str, str]]:
@@ -158,51 +150,43 @@ def _open(source: str) -> tuple[Any, PyTree, Any, dict[str, Any], dict[str, str]
     folder = hub.local_folder(source)
     if exists(as_path(folder) / CHECKPOINTS):
         model, params, tokenizer = trained.load(folder)
-        stored = dict(trained.stored(folder))
-        for name in ("low_rank", "quantized", "constrained"):
-            stored.pop(name, None)
+        changes = {"low_rank", "quantized", "constrained"}
+        stored = {name: x for name, x in trained.stored(folder).items() if name not in changes}
     else:
-        model = weights.read_config(folder)
-        params = weights.load(weights.open_weights(folder))
+        model, params = weights.read_config(folder), weights.load(weights.open_weights(folder))
         tokenizer = data.SubwordTokenizer.load(as_path(folder) / trained.TOKENIZER_FILE)
         stored = {"form": "decoder", "tokenizer": trained.TOKENIZER_FILE}
-        stored |= {"family": weights.family_name(folder)}
-        stored |= {"special_tokens": weights.special_tokens(folder)}
+        stored |= {name: getattr(weights, of)(folder) for name, of in _TOLD.items()}
     if not isinstance(model, decoder.DecoderConfig):
-        raise ValueError(f"the model is {source}, which is no decoder: give one")
+        raise ValueError(f"the model in '{source}' is no decoder: give one")
     files = trained.beside(folder)
     if isinstance(tokenizer, data.SubwordTokenizer):
         files[trained.TOKENIZER_FILE] = tokenizer.to_json()
     return model, params, tokenizer, stored, files
 
 
-def _rows(options: ShrinkOptions, tokenizer: Any, T: int) -> tuple[np.ndarray, np.ndarray]:
+def _rows(options: ShrinkOptions, tokenizer: Any, T: int) -> list[np.ndarray]:
     """Rows of T + 1 tokens, [N, T + 1], to calibrate and to measure on."""
-    found = []
-    for documents, count in zip(
-        data.open_text(options.data), (options.rows, options.held_out_rows), strict=True
-    ):
-        tokens, wanted = [], count * (T + 1)
+    found, counts = [], (options.rows, options.held_out_rows)
+    for documents, count in zip(data.open_text(options.data), counts, strict=True):
+        tokens: list[int] = []
         for document in documents:
-            tokens += [*tokenizer.encode(document.text).tolist(), tokenizer.eod]
-            if len(tokens) >= wanted:
+            if len(tokens) >= count * (T + 1):
                 break
-        if len(tokens) <= T:
+            tokens += [*tokenizer.encode(document.text).tolist(), tokenizer.eod]
+        if (count := min(count, len(tokens) // (T + 1))) == 0:
             raise ValueError(
-                f"--data is {options.data}, with {len(tokens)} tokens in one of its two parts: "
-                f"give more than {T} to calibrate on and to hold out"
+                f"--data is {options.data}, one of whose two parts has {len(tokens)} tokens: give "
+                f"more than {T} to calibrate on, and as many to hold out"
             )
-        found.append(np.int32(tokens[: min(wanted, len(tokens) // (T + 1) * (T + 1))]))
-    return tuple(each.reshape(-1, T + 1) for each in found)
+        found.append(np.int32(tokens[: count * (T + 1)]).reshape(count, T + 1))
+    return found
 
 
-def _batches(rows: np.ndarray) -> list[dict[str, np.ndarray]]:
-    parts = (rows[i : i + _ROWS_AT_ONCE] for i in range(0, len(rows), _ROWS_AT_ONCE))
-    names = ("tokens", "targets", "mask")
-    return [
-        dict(zip(names, (x[:, :-1], x[:, 1:], np.ones_like(x[:, 1:], np.float32)), strict=True))
-        for x in parts
-    ]
+def _batches(rows: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+    for i in range(0, len(rows), _ROWS_AT_ONCE):
+        tokens, targets = rows[i : i + _ROWS_AT_ONCE, :-1], rows[i : i + _ROWS_AT_ONCE, 1:]
+        yield {"tokens": tokens, "targets": targets, "mask": np.ones(targets.shape, np.float32)}
 
 
 def _grams(model: Any, params: PyTree, rows: np.ndarray, pattern: str) -> dict[str, np.ndarray]:
@@ -211,19 +195,18 @@ def _grams(model: Any, params: PyTree, rows: np.ndarray, pattern: str) -> dict[s
 
 
 def _kernel(
-    options: ShrinkOptions, n_of_m: tuple[float, int | None], w: np.ndarray, gram: np.ndarray
+    options: ShrinkOptions, keep: tuple[float, int | None], w_DF: np.ndarray, gram_DD: np.ndarray
 ) -> Any:
     """A layer's kernel, pruned and quantized."""
-    n, m = n_of_m
     if options.prune is not None:
-        norms = np.sqrt(np.diag(gram)) if options.by == "wanda" else np.ones(len(w))
-        n, m = (n, m) if m else (round(n * len(w)), len(w))
-        w = w * shrink.kept(w, norms, n, m)
+        norms_D = np.sqrt(np.diag(gram_DD)) if options.by == "wanda" else np.ones(len(w_DF))
+        n, m = keep if keep[1] else (round(keep[0] * len(w_DF)), len(w_DF))
+        w_DF = w_DF * shrink.kept(w_DF, norms_D, n, m)
     if options.quantize is None:
-        return w
+        return w_DF
     if options.method == "gptq" and options.quantize != "nf4":
-        return shrink.gptq(w, gram, options.quantize, options.group)
-    return pack(w, options.quantize, options.group)
+        return shrink.gptq(w_DF, gram_DD, options.quantize, options.group)
+    return pack(w_DF, options.quantize, options.group)
 
 
 def _told(model: Any, params: PyTree, rows: np.ndarray, tokenizer: Any) -> dict[str, float]:
@@ -242,24 +225,26 @@ def _told(model: Any, params: PyTree, rows: np.ndarray, tokenizer: Any) -> dict[
 def _report(
     options: ShrinkOptions,
     errors: Mapping[str, list[float]],
-    told: Mapping[str, tuple[float, float]],
+    before: Mapping[str, float],
+    after: Mapping[str, float],
 ) -> None:
-    """Prints the table of what was and what is, and that of every layer's errors, or draws it."""
-    console = Console(highlight=False)
+    console, title = Console(highlight=False), "relative error of a product"
     table = Table("", "before", "after", "change", box=None)
-    for name, (old, new) in told.items():
+    for name, old in before.items():
+        new = after[name]
         table.add_row(name, f"{old:,.5g}", f"{new:,.5g}", f"{new / old - 1:+.2%}")
     console.print(table)
-    table = Table("relative error of a product", *map(str, range(len(next(iter(errors.values()))))))
+    errors = {name.removesuffix("/kernel"): layers for name, layers in errors.items()}
+    table = Table(title, *map(str, range(len(next(iter(errors.values()))))))
     for name, layers in errors.items():
-        table.add_row(name.removesuffix("/kernel"), *(f"{x:.4f}" for x in layers))
+        table.add_row(name, *(f"{x:.4f}" for x in layers))
     console.print(table)
     if options.png is not None:
         figure = new_figure(7, 4)
         axes = figure.subplots()
         for name, layers in errors.items():
-            axes.plot(layers, marker="o", label=name.removesuffix("/kernel"))
-        finish_axes(axes, f"{options.model}: relative error of a product", x="layer")
+            axes.plot(layers, marker="o", label=name)
+        finish_axes(axes, f"{options.model}: {title}", x="layer")
         axes.legend(fontsize=7)
         save_figure(figure, options.png)
     console.print(f"{options.out}: a run, for experiments.gpt.generate and jaxtrain hf export")

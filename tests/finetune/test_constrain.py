@@ -56,6 +56,10 @@ def test_what_is_trained_is_what_is_loaded(pruned, tmp_path):
     np.testing.assert_array_equal(named[f"{kernel}/base/kept"], given[kernel] != 0)
     assert named[f"{kernel}/base/kept"].sharding == named[f"{kernel}/base/base"].sharding
     assert {name for name in frozen(state.opt_state)} == {n for n in named if n.endswith("/kept")}
+    policy = outline(pruned, "--quantize-aware", "int8", "--precision", "pure_bf16").policy
+    cast = policy.cast_to_compute(policy.cast_to_param(state.params))
+    assert cast["blocks"]["mlp"]["up"]["kernel"].base.base.dtype == np.float32
+    assert cast["embed"]["tokens"].dtype == jax.numpy.bfloat16
     params = moved(jax.device_get(state.params))
     save_run(
         tmp_path,

@@ -75,7 +75,7 @@ def test_what_is_pruned_and_quantized_is_exported_code_for_code(model, tmp_path,
     [
         ([], "nothing is asked for: give --heads, --channels, --prune or --quantize"),
         (["--heads", "0"], "--heads is 0.0: give a share above 0 and up to 1"),
-        (["--prune", "4:2"], "--prune is '4:2': give a share from 0 to 1, or N:M, such as 2:4"),
+        (["--prune", "4:2"], "--prune is '4:2': give a share below 1, or N:M, such as 2:4"),
         (["--quantize", "int4", "--group", "24"], "give a group that divides 64"),
     ],
 )
