@@ -118,10 +118,9 @@ class Dequantized:
         if self.format.method == "bitsandbytes":
             whole_FD = self._nf4()
         else:
-            codes_FD, scale_FG, zero_FG, groups_D = self._integers()
-            if zero_FG is not None:
-                codes_FD = codes_FD - zero_FG[:, groups_D]
-            whole_FD = codes_FD.astype(np.float32) * scale_FG[:, groups_D]
+            scale_FG, zero_FG, group_D = self._grid()
+            codes_FD = self._codes().astype(np.int16) - zero_FG[:, group_D]
+            whole_FD = codes_FD.astype(np.float32) * scale_FG[:, group_D]
         return (whole_FD.T if self.conv1d else whole_FD)[index]
 
     def scale(self, kind: Kind) -> np.ndarray | None:
@@ -129,42 +128,43 @@ class Dequantized:
         codes and scales for: integers of as many bits about 0, in groups of adjoining inputs."""
         if kind != f"int{self.format.bits}" or self.format.method == "bitsandbytes":
             return None
-        _, scale_FG, zero_FG, groups_D = self._integers()
-        group = groups_D.size // scale_FG.shape[1]
-        adjoining = np.array_equal(groups_D, np.arange(groups_D.size) // group)
-        if not adjoining or (zero_FG is not None and np.any(zero_FG)):
+        scale_FG, zero_FG, group_D = self._grid()
+        adjoining = np.arange(group_D.size) * scale_FG.shape[1] // group_D.size
+        if np.any(zero_FG) or not np.array_equal(group_D, adjoining):
             return None
         return scale_FG.T if self.conv1d else scale_FG
 
-    def _integers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-        """Codes about 0 [F, D], scales, zeros about 0, and the group of each input."""
-        bits, method = self.format.bits, self.format.method
-        parts = {name: part.stored[...] for name, part in self.parts.items()}
-        F, D = self.shape[::-1] if self.conv1d else self.shape
-        half, zero_FG, index = 2 ** (bits - 1), None, parts.get(".g_idx")
-        if method == "compressed-tensors":
-            scale_FG, index = parts[".weight_scale"], parts.get(".weight_g_idx")
-            zero_FG, codes_FD = parts.get(".weight_zero_point"), parts.get(".weight")
-            if codes_FD is None:
-                codes_FD = _unpacked(parts[".weight_packed"], bits)[:, :D] - half
-                if zero_FG is not None:
-                    zero_FG = _unpacked(zero_FG.T, bits).T[:F] - half
-        else:
-            scale_FG, qweight, qzeros = parts[".scales"].T, parts[".qweight"], parts[".qzeros"]
-            zero_FG = _unpacked(qzeros, bits)
-            if method == "awq":
-                codes_FD = _ordered(_unpacked(qweight, bits)).T
-                zero_FG = _ordered(zero_FG)
-            else:
-                codes_FD = _unpacked(qweight.T, bits)
+    def _grid(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Scales and zeros, about 0, [F, G], and the group of each input."""
+        method, parts = self.format.method, self.parts
+        old, (F, D) = method != "compressed-tensors", self.shape[:: -1 if self.conv1d else 1]
+        ends = ("_scale", "_zero_point", "_g_idx")
+        names = (".scales", ".qzeros", ".g_idx") if old else [f".weight{end}" for end in ends]
+        scale, zero, group_D = (parts[x].stored if x in parts else None for x in names)
+        scale_FG = np.float32(scale.T if old else scale.reshape(-1, scale.shape[-1]))
+        if zero is None:
+            zero = np.int16(0)
+        elif zero.dtype == np.int32:
+            zero_GF = _unpacked(zero if old else zero.T, self.format.bits)
+            zero_GF = _ordered(zero_GF) if method == "awq" else zero_GF
             # A stored 15 of the first version means 16.
-            codes_FD, zero_FG = codes_FD - half, zero_FG.T[:F] + self.format.first - half
-        scale_FG = scale_FG.reshape(-1, scale_FG.shape[-1]).astype(np.float32)
-        scale_FG = np.broadcast_to(scale_FG, (F, scale_FG.shape[1]))
-        if zero_FG is not None:
-            zero_FG = np.broadcast_to(zero_FG.astype(np.int16), scale_FG.shape)
-        groups = np.arange(D) // -(-D // scale_FG.shape[1]) if index is None else index
-        return codes_FD.astype(np.int16), scale_FG, zero_FG, groups
+            zero = zero_GF.T[:F] + self.format.first - 2 ** (self.format.bits - 1)
+        if group_D is None:
+            group_D = np.arange(D) // (self.format.group or -(-D // scale_FG.shape[1]))
+        return *(np.broadcast_to(x, (F, scale_FG.shape[1])) for x in (scale_FG, zero)), group_D
+
+    def _codes(self) -> np.ndarray:
+        """Codes about 0, [F, D]."""
+        bits, parts = self.format.bits, {name: x.stored for name, x in self.parts.items()}
+        if ".weight" in parts:
+            return parts[".weight"]
+        if ".weight_packed" in parts:
+            codes = _unpacked(parts[".weight_packed"], bits)[:, : parts[".weight_shape"][1]]
+        elif self.format.method == "awq":
+            codes = _ordered(_unpacked(parts[".qweight"], bits)).T
+        else:
+            codes = _unpacked(parts[".qweight"].T, bits)
+        return codes - 2 ** (bits - 1)
 
     @property
     def _state(self) -> Mapping[str, Any]:
