@@ -231,8 +231,8 @@ def _report(
     console, title = Console(highlight=False), "relative error of a product"
     table = Table("", "before", "after", "change", box=None)
     for name, old in before.items():
-        new = after[name]
-        table.add_row(name, f"{old:,.5g}", f"{new:,.5g}", f"{new / old - 1:+.2%}")
+        new, form = after[name], ",.0f" if old >= 1000 else ".4f"
+        table.add_row(name, f"{old:{form}}", f"{new:{form}}", f"{new / old - 1:+.2%}")
     console.print(table)
     errors = {name.removesuffix("/kernel"): layers for name, layers in errors.items()}
     table = Table(title, *map(str, range(len(next(iter(errors.values()))))))

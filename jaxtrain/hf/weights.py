@@ -276,7 +276,7 @@ def save(
         dtypes |= {row.ours: widest for row in parts}
     common = max(dtypes.values(), key=lambda d: sum(d == other for other in dtypes.values()))
     coded = {x for x in rows if quantize is not None and re.search(Quantize.targets[0], x)}
-    code = functools.partial(_coded, kind=quantize, group=group, dtype=common)
+    code, like = functools.partial(_coded, leaves, kind=quantize, group=group, dtype=common), {}
     if coded and quantize != "nf4" and _is_conv1d(chosen):
         raise ValueError(
             f"`quantize` is {quantize!r}: {chosen.name} keeps its kernels as Conv1D, which "
@@ -284,32 +284,31 @@ def save(
         )
     for name, of, _ in _tensors(rows, shapes):
         shape = shapes[of[0].ours].shape[of[0].stacked :]
-        shape, name = of[0].their_shape(shape, config.vocab_size), chosen.stored(config, name)
-        kinds[name] = shape, dtypes[of[0].ours]
-        if of[0].ours in coded:
-            zeros = np.zeros(kinds.pop(name)[0], np.float32)
-            kinds |= {
-                n: (x.shape, x.dtype) for n, x in code(name, of, 0, zeros, leaves[of[0].ours])
-            }
+        shape, path = of[0].their_shape(shape, config.vocab_size), of[0].ours
+        if path in coded and path not in like:
+            like[path] = code(of, 0, np.zeros(shape, np.float32))
+        for end, part in like.get(path, {"": None}).items():
+            of_part = (shape, dtypes[path]) if part is None else (part.shape, part.dtype)
+            kinds[_part_name(chosen.stored(config, name), end)] = of_part
     folder.mkdir(parents=True, exist_ok=True)
     whole = dtypes | dict.fromkeys(coded, np.dtype(np.float32))
 
     def all_tensors() -> Iterator[tuple[str, np.ndarray]]:
         found = written(rows, leaves, config, whole)
         for (name, of, l), (_, value) in zip(_tensors(rows, shapes), found, strict=True):
-            name = chosen.stored(config, name)
-            if of[0].ours in coded:
-                yield from code(name, of, l, value, leaves[of[0].ours])
-            else:
-                yield name, value
+            parts = code(of, l, value) if of[0].ours in coded else {"": value}
+            for end, part in parts.items():
+                yield _part_name(chosen.stored(config, name), end), part
 
     safetensors.write(folder, kinds, all_tensors(), max_shard_bytes=max_shard_bytes)
     for name, text in (files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     theirs |= {"dtype": common.name, "torch_dtype": common.name} | dict(fields or {})
     if coded:
-        skipped = [row.theirs for path, row in rows.items() if path not in coded]
-        skipped = [x.removesuffix(".weight") for x in (*skipped, *chosen.copies) if "{" not in x]
+        left = [
+            x.theirs for x in rows.values() if x.ours.endswith("kernel") and x.ours not in coded
+        ]
+        skipped = [x.removesuffix(".weight") for x in (*left, *chosen.copies)]
         packed = [x for x in leaves.values() if is_packed(x) and x.kind == quantize]
         if packed:
             most = max(packed, key=lambda x: x.scale.shape[-2])
@@ -320,19 +319,28 @@ def save(
     (folder / "config.json").write_text(json_text(theirs))
 
 
+def _part_name(name: str, end: str) -> str:
+    return name.removesuffix(".weight") + end if end else name
+
+
 def _coded(
-    name: str, of: Sequence[Row], l: int, value: np.ndarray, leaf: Any, *, kind: Kind, **how: Any
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of one that is quantized, with the scales of what is packed so already."""
+    leaves: Mapping[str, Any],
+    of: Sequence[Row],
+    l: int,
+    value: np.ndarray,
+    *,
+    kind: Kind,
+    group: int | None,
+    dtype: np.dtype,
+) -> dict[str, np.ndarray]:
+    """The parts of a tensor that is quantized, with the scales of what is packed so already."""
     kernel_DF = np.ascontiguousarray(value if of[0].axes is None else value.T)
-    group, scale = how["group"], None
-    if isinstance(leaf, Packed) and leaf.kind == kind != "nf4":
-        scale = np.asarray(leaf.scale[l]).view(np.float32)
+    own, scale = [leaves[row.ours] for row in of], None
+    if kind != "nf4" and all(isinstance(x, Packed) and x.kind == kind for x in own):
+        scale = np.concatenate([np.asarray(x.scale[l]).view(np.float32) for x in own], axis=-1)
         group = len(kernel_DF) // len(scale)
     try:
-        packed = pack(kernel_DF, kind, group, scale=scale)
-        for end, part in encoded(packed, how["dtype"]):
-            yield name.removesuffix(".weight") + end, part
+        return dict(encoded(pack(kernel_DF, kind, group, scale=scale), dtype))
     except ValueError as error:
         raise ValueError(f"parameter {of[0].ours!r}: {error}") from None
 
