@@ -97,7 +97,10 @@ class NotZero:
     shape = property(lambda self: self.weight.shape)
 
     def __getitem__(self, index: Sequence[slice]) -> np.ndarray:
-        return (self.weight[index] != 0).astype(self.dtype)
+        return (np.asarray(self.weight[index]) != 0).astype(self.dtype)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[(slice(None),) * len(self.shape)], dtype)
 
     def cut(self, order: LayerOrder) -> "NotZero":
         """Returns them as a :class:`jaxtrain.Stack` cuts them."""

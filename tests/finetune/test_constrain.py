@@ -10,6 +10,7 @@ import jaxtrain as jt
 from experiments import gpt
 from jaxtrain import hf
 from jaxtrain.build import make_experiment_mesh, make_state
+from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.models import decoder
 from jaxtrain.ops.altered import Masked
@@ -56,6 +57,9 @@ def test_what_is_trained_is_what_is_loaded(pruned, tmp_path):
     np.testing.assert_array_equal(named[f"{kernel}/base/kept"], given[kernel] != 0)
     assert named[f"{kernel}/base/kept"].sharding == named[f"{kernel}/base/base"].sharding
     assert {name for name in frozen(state.opt_state)} == {n for n in named if n.endswith("/kept")}
+    later = Constrain(keep_zeros=True).params(hf.open_weights(pruned))
+    kept = np.asarray(later["blocks"]["mlp"]["up"]["kernel"].kept)
+    np.testing.assert_array_equal(kept, given[kernel] != 0)
     policy = outline(pruned, "--quantize-aware", "int8", "--precision", "pure_bf16").policy
     cast = policy.cast_to_compute(policy.cast_to_param(state.params))
     assert cast["blocks"]["mlp"]["up"]["kernel"].base.base.dtype == np.float32
