@@ -275,7 +275,8 @@ def _unpacked(words: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _words(codes: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of :func:`_unpacked`, of codes that fill whole words."""
+    """The inverse of :func:`_unpacked`; the last word is filled up with zeros."""
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[-1] % (32 // bits))))
     stream = np.unpackbits(codes[..., None], axis=-1, bitorder="little", count=bits)
     return np.packbits(stream.reshape(*codes.shape[:-1], -1), -1, "little").view(np.int32)
 
