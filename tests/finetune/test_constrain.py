@@ -24,7 +24,7 @@ from tests.commands import run
 from tests.finetune.test_low_rank import moved
 from tests.hf.test_command import save_run
 
-MODEL = decoder.DecoderConfig(vocab_size=257, seq_len=16, layers=2, width=64, heads=2)
+MODEL = decoder.DecoderConfig(vocab_size=257, seq_len=16, layers=1, width=64, heads=2)
 
 
 @pytest.fixture(scope="module")
