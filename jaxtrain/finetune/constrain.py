@@ -2,6 +2,7 @@
 stored."""
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from jaxtrain.ops.linear import kernel_rules, merge, put
 from jaxtrain.ops.packed import Kind, pack
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.tree import PyTree
+from jaxtrain.tree import PyTree, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,14 @@ class Constrain(Change):
             found = Masked(kernel, kept) if self.keep_zeros else kernel
             return found if self.rounded is None else Rounded(found, self.rounded, self.group)
 
-        changes = self.keep_zeros or self.rounded is not None
-        return put(params, Quantize.targets[0], make) if changes else params
+        if self == Constrain(group=self.group):
+            return params
+        if not any(re.search(Quantize.targets[0], name) for name in named_leaves(params)):
+            raise ValueError(
+                "the model has no kernel of attention or MLP that could be masked or rounded, but "
+                "packed ones or none: leave that out"
+            )
+        return put(params, Quantize.targets[0], make)
 
     def back(self, params: PyTree) -> PyTree:
         return merge(params)
