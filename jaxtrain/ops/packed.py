@@ -117,8 +117,8 @@ class Packed:
 def pack(kernel: Any, kind: Kind, group: int | None = None, *, scale: Any = None) -> Packed:
     """Quantizes a kernel; of the same float32 numbers NumPy and JAX make the same codes.
 
-    Scales of int4 and int8 are the nearest in bfloat16, so that the products with codes are exact,
-    and what a packed kernel stands for has the same codes and scales again.
+    Scales of int4 and int8 are the nearest in bfloat16: files of 16 bits hold them, and what a
+    packed kernel stands for has the same codes and scales again.
 
     Args:
       kernel: [..., D, F]: a JAX array or one of NumPy, of which the parts then are too.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain import hf
 from jaxtrain.finetune import shrink
 from jaxtrain.models import decoder
 from jaxtrain.ops.altered import grams
@@ -104,3 +105,22 @@ def test_a_narrow_model_is_the_one_whose_other_parts_are_0(form):
     shapes = jax.eval_shape(lambda: decoder.init(small, jax.random.key(0)))
     jax.tree.map(lambda x, like: np.testing.assert_equal(x.shape, like.shape), narrow, shapes)
     assert dataclasses.asdict(small) != dataclasses.asdict(model)
+
+
+@pytest.mark.slow
+def test_a_narrow_model_is_opened_by_transformers(tmp_path):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    sizes = {"vocab_size": 31, "seq_len": 8, "layers": 2, "width": 16, "heads": 4, "mlp_width": 12}
+    model = decoder.DecoderConfig(**sizes, **forms.LLAMA)
+    params = jax.jit(functools.partial(decoder.init, model))(jax.random.key(0))
+    tokens = jnp.arange(32).reshape(4, 8) % 31
+    batch = {"tokens": tokens, "targets": tokens, "mask": jnp.ones((4, 8))}
+    paths = ["blocks/attn/out/kernel", "blocks/mlp/down/kernel"]
+    small = shrink.sizes(model, heads=0.5, channels=0.25)
+    found = grams(decoder.loss_fn(model), params, paths, [batch])
+    narrow = shrink.narrow(model, small, params, found)
+    hf.save(tmp_path, small, narrow, family="llama")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = theirs(torch.tensor(np.asarray(tokens))).logits.numpy()
+    np.testing.assert_allclose(decoder.logits(small, narrow, tokens), logits, atol=1e-5)
