@@ -10,7 +10,7 @@ import hashlib
 import json
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from jaxtrain.compile import compile_step
 from jaxtrain.data.chat import TEMPLATE
 from jaxtrain.experiment import no_batches
 from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import hub
@@ -86,6 +87,12 @@ class Config(jt.Config):
     quantize: Kind | None = None
     """Codes of 4 or 8 bits that hold the kernels of attention and MLP under the additions of
     --lora.rank (QLoRA)."""
+    quantize_aware: Literal["int4", "int8", "nf4"] | None = None
+    """Codes that the kernels of attention and MLP are rounded to wherever they are multiplied, so
+    that the exported codes (jaxtrain hf export --quantize) are the model that was trained."""
+    keep_zeros: bool = False
+    """Weights of attention and MLP that are 0 in the model of --init-from, which may have been
+    pruned, stay 0."""
 
     @property
     def models(self) -> types.ModuleType:
@@ -337,6 +344,17 @@ def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.
     """Returns the experiment with LoRA's additions, where flags ask for them; of a model with
     another head than it begins with, that trains too."""
     lora, source, found = config.lora, config.source, {}
+    constrain = Constrain(config.keep_zeros, config.quantize_aware)
+    if constrain != Constrain():
+        if lora.rank is not None or config.adapter is not None:
+            raise ValueError(
+                "--quantize-aware and --keep-zeros are for whole kernels, and low-rank additions "
+                "are neither rounded nor 0: leave --lora.rank and --adapter out"
+            )
+        # Codes are those of the numbers that are kept, not of those that are computed with.
+        keep = r"/(attn|cross|mlp)/.*kernel/" if constrain.rounded else experiment.policy.keep
+        policy = dataclasses.replace(experiment.policy, keep=keep)
+        experiment = apply(experiment, constrain, policy=policy)
     if config.adapter is not None:
         if source is None or lora != LoRA(train=lora.train):
             mend = "leave --lora.rank and the like out" if source else "give that with --init-from"
@@ -358,7 +376,9 @@ def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.
         lora = dataclasses.replace(lora, train=(*lora.train, "^head/"))
     changed = apply(experiment, lora)
     if config.quantize is not None:
-        changed = apply(changed, Quantize(config.quantize, keep=lora.train))
+        of_files = source is not None and not source.is_run
+        group = hf.group_of(source.path, config.quantize) if of_files else None
+        changed = apply(changed, Quantize(config.quantize, group, keep=lora.train))
     begin = changed.task.params
     return changed.with_(params=lambda: hf.adapters.placed(begin(), found)) if found else changed
 
@@ -403,6 +423,11 @@ def of_text(
         raise ValueError(
             f"--lora.rank is {config.lora.rank}: weights that stay have to be trained ones; give a "
             "model with --init-from"
+        )
+    if config.keep_zeros and config.source is None:
+        raise ValueError(
+            "--keep-zeros is given without a model to begin with, whose zeros they are: give one "
+            "with --init-from"
         )
     files = {} if config.source is None else trained.beside(config.source.path)
     if chat_template is not None:

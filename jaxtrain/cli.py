@@ -27,6 +27,7 @@ from jaxtrain.engines.pipeline import balance, draw
 from jaxtrain.engines.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.evaluate import command as evaluate
 from jaxtrain.hf import command as hf
+from jaxtrain.hf import shrink_command as shrink
 from jaxtrain.host import output, quiet
 from jaxtrain.host.paths import check_on_disk
 from jaxtrain.landscape import command as landscape
@@ -337,6 +338,7 @@ COMMANDS = {
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
     "hf": Command(hf.HFOptions, hf.run_hf),
+    "shrink": Command(shrink.ShrinkOptions, shrink.run_shrink),
     "evaluate": Command(evaluate.EvaluateOptions, evaluate.run_evaluate),
     "serve": Command(serve.ServeOptions, serve.run_serve),
     "watch": Command(live.WatchOptions, live.run_watch),

@@ -62,6 +62,7 @@ SMALLER = {
     r"jaxtrain parity": "--layout data=2,fsdp=2",
     r"jaxtrain compare": "--rounds 2 --block-steps 1",
     r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",
+    r"jaxtrain shrink": "--rows 2 --held-out-rows 2 --data my_texts/",
     r"jaxtrain tokenize": "--workers 1",
     r"jaxtrain watch": "--once",
 }
@@ -165,6 +166,7 @@ TOKENIZE = "jaxtrain tokenize --workers 1 --data"
 SHORT = "--data texts/ --steps 2 --layers 2 --width 32 --tokenizer 300 --examples"
 GPT_RUN = f"python -m experiments.gpt --data texts/ {SIZES} --global-batch 8 --held-out-bytes 500"
 GPT_RUN += " --sample-tokens 0 --steps 40 --save-every 20 --run-dir"
+MODELS = r"^(?!.*rows\.csv).*MODEL|PAIRS|runs/q?lora|from runs/pruned|run runs/tuned"
 MADE = {
     r".": [make_texts],
     r"FOLDER|VIT": [make_images],
@@ -183,12 +185,16 @@ MADE = {
         f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
         "jaxtrain hf export --run runs/words --out MODEL",
     ],
-    r"tokenizer\.json --save|^(?!.*rows\.csv).*MODEL|PAIRS|runs/q?lora": [
-        f"{GPT_RUN} runs/base --tokenizer 300 {LLAMA}"
-    ],
+    rf"tokenizer\.json --save|{MODELS}": [f"{GPT_RUN} runs/base --tokenizer 300 {LLAMA}"],
     r"tokenizer\.json --save": [lambda: shutil.copy("runs/base/tokenizer.json", ".")],
-    r"^(?!.*rows\.csv).*MODEL|PAIRS|runs/q?lora": [
-        "jaxtrain hf export --run runs/base --out MODEL"
+    MODELS: ["jaxtrain hf export --run runs/base --out MODEL"],
+    r"from runs/pruned|run runs/tuned": [
+        "jaxtrain shrink MODEL --data texts/ --out runs/pruned --prune 2:4 --rows 2"
+    ],
+    r"run runs/tuned": [
+        f"{GPT_RUN} runs/tuned --init-from runs/pruned --keep-zeros --quantize-aware int4".replace(
+            SIZES, "--seq-len 32"
+        ),
     ],
     r"--run runs/lora|ADAPTER": [
         f"{GPT_RUN} runs/lora --init-from MODEL --lora.rank 2".replace(SIZES, "--seq-len 32")

@@ -24,6 +24,7 @@ from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.distill import Distillation, StoredDistillation
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.preferences import Preferences
@@ -33,6 +34,7 @@ from jaxtrain.models import decoder, encoder
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
 from jaxtrain.state import TrainState
+from jaxtrain.tree import map_named
 
 MESH = "data=2,fsdp=2,tensor=2"
 # The smallest experiments that have all parts; the text is that of this folder. Layers are scanned
@@ -256,6 +258,17 @@ def _quantized(experiment: Experiment) -> Experiment:
     return apply(apply(experiment, lora), Quantize("nf4-double", group=4))
 
 
+def _constrained(experiment: Experiment) -> Experiment:
+    """With a third of the kernels' weights 0, and the others rounded in groups of 4."""
+
+    def pruned(name: str, x: jax.Array) -> jax.Array:
+        third = jnp.arange(x.size).reshape(x.shape) % 3 == 0
+        return jnp.where(third, 0, x) if "kernel" in name else x
+
+    init = lambda rng: map_named(pruned, experiment.task.init_fn(rng))  # noqa: E731
+    return apply(experiment.with_(init_fn=init), Constrain(True, "int4", group=4))
+
+
 def _distilled(experiment: Experiment) -> Experiment:
     """A wider teacher, whose layers are no multiple of the student's."""
     model = trained.read_model(experiment.metadata.config, where="compose")
@@ -317,6 +330,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("low-rank kernels", change=lambda e: apply(e, LoRA(rank=2, alpha=4.0)), **names)
     names = {"called": "quantiz|packed|nf4|lora|kernel|freeze|frozen"}
     yield tune("quantized kernels", change=_quantized, **names)
+    names = {"called": "masked|rounded|kernel|freeze|frozen"}
+    yield tune("masked and rounded kernels", change=_constrained, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=_preferences, **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}

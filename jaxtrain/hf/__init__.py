@@ -4,6 +4,7 @@ from jaxtrain.hf import adapters
 from jaxtrain.hf.weights import (
     check,
     family_name,
+    group_of,
     load,
     open_weights,
     pixels,
@@ -16,6 +17,7 @@ __all__ = [
     "adapters",
     "check",
     "family_name",
+    "group_of",
     "load",
     "open_weights",
     "pixels",

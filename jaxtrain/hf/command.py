@@ -47,6 +47,9 @@ class ExportOptions:
     """Such as mistral; by default the one that the run began from, or the first that fits."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """Dtype of the exported weights; default: the dtype in which the run keeps its parameters."""
+    quantize: Literal["int4", "int8", "nf4"] | None = None
+    """Codes of the kernels of attention and MLP: int4 and int8 in the format of compressed-tensors
+    (pack-quantized), nf4 in that of bitsandbytes. `jaxtrain shrink` calibrates them."""
     adapter: bool = False
     """Write what a run with --lora.rank has added alone, as files that PEFT opens over the model
     that the run began from."""
@@ -118,6 +121,8 @@ def _export(options: ExportOptions) -> int:
             raise ValueError("--onto is original: the run has no packed kernels; leave it out")
         begun = _begun(stored["flags"]["init_from"])
         params = merging.onto_original(trained.unmerged(options.run, options.step)[1], begun)
+    elif "quantized" in stored and "low_rank" not in stored:  # the codes that it has
+        _, params = trained.unmerged(options.run, options.step)
     if context := stored.get("context"):
         model = dataclasses.replace(model, seq_len=max(model.seq_len, context))
     fields, files = {}, {}
@@ -143,6 +148,7 @@ def _export(options: ExportOptions) -> int:
         params,
         family=options.family or stored.get("family"),
         dtype=options.dtype,
+        quantize=options.quantize,
         max_shard_bytes=int(options.max_shard_gb * 1e9),
         fields=fields,
         files=files,

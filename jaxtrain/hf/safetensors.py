@@ -20,6 +20,9 @@ import numpy as np
 from jaxtrain.host.paths import is_file, json_text, listed, read_json
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
+# Of the parts of quantized weights.
+INTEGERS = {"U8": np.dtype(np.uint8), "I8": np.dtype(np.int8)}
+INTEGERS |= {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"[^/\\\0]+\.safetensors")  # a plain name
 # The header of a published model with thousands of tensors has under one megabyte.
@@ -47,9 +50,17 @@ class Tensor:
             )
         return DTYPES[self.code]
 
+    @property
+    def stored(self) -> np.ndarray:
+        """All of it, integers too, mapped while it is held."""
+        return self._mapped(INTEGERS.get(self.code) or self.dtype)
+
     def __getitem__(self, index: Any) -> np.ndarray:
-        there = np.memmap(self.path, self.dtype, "r", self.offset, self.shape or (1,))
-        return there.reshape(self.shape)[index]
+        return self._mapped(self.dtype)[index]
+
+    def _mapped(self, dtype: np.dtype) -> np.ndarray:
+        there = np.memmap(self.path, dtype, "r", self.offset, self.shape or (1,))
+        return there.reshape(self.shape)
 
 
 def tensors_in(folder: Path, stem: str = "model") -> dict[str, Tensor]:
@@ -112,7 +123,7 @@ def write(
         index = {"metadata": {"total_size": sum(s for shard in shards for *_, s in shard.values())}}
         index["weight_map"] = {n: f for f, shard in zip(files, shards, strict=True) for n in shard}
         (folder / INDEX).write_text(json_text(index))
-    codes = {dtype: code for code, dtype in DTYPES.items()}
+    codes = {dtype: code for code, dtype in (DTYPES | INTEGERS).items()}
     tensors = iter(tensors)
     for file, shard in zip(files, shards, strict=True):
         header, end = {"__metadata__": {"format": "pt"}}, 0
@@ -164,8 +175,8 @@ def _tensor(
         )
     start, end = place
     fits = start <= end <= size - data
-    if code in DTYPES:
-        fits &= end - start == math.prod(shape) * DTYPES[code].itemsize
+    if (dtype := (DTYPES | INTEGERS).get(code)) is not None:
+        fits &= end - start == math.prod(shape) * dtype.itemsize
     if not fits:
         raise ValueError(f"'{path}' is cut short or damaged: {name!r} does not lie within it")
     return Tensor(path, name, data + start, tuple(shape), code)

@@ -165,6 +165,15 @@ class Weight:
                 self.row.read(self.tensors[number - 1], inner, out[place])
         return out
 
+    def scales(self, kind: str) -> "Weight | None":
+        """Returns the scales [..., G, F] of codes of 4 or 8 bits that the file has and ``kind`` has
+        too; None where it has other ones, or none."""
+        found = [getattr(tensor, "scale", lambda kind: None)(kind) for tensor in self.tensors]
+        if any(each is None or each.shape != found[0].shape for each in found):
+            return None
+        groups = found[0].shape[self.row.order(found[0].shape)[0]]
+        return dataclasses.replace(self, tensors=found, inner=(groups, self.inner[-1]))
+
     def cut(self, order: LayerOrder) -> "Weight":
         """Returns the weight as a :class:`jaxtrain.Stack` cuts it, of which nothing is read yet."""
         return dataclasses.replace(self, places=order.split(self.places))

@@ -15,14 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import family_for, family_of
 from jaxtrain.hf.family import Family, ModelConfig
-from jaxtrain.hf.quantized import dequantized
+from jaxtrain.hf.quantized import config_of, dequantized, encoded, read_format
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import check_on_disk, exists, is_file, json_text, listed, read_json
 from jaxtrain.models.vit import ViTConfig
-from jaxtrain.tree import PyTree, map_named, named_leaves
+from jaxtrain.ops.linear import merge
+from jaxtrain.ops.packed import Kind, Packed, pack
+from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
 
 SHARD_BYTES = 5 * 10**9
 PREPROCESSOR = "preprocessor_config.json"
@@ -43,6 +46,13 @@ def read_config(folder: str | Path) -> ModelConfig:
 def family_name(folder: str | Path) -> str:
     """Returns the family of a folder's model, such as ``"llama"``."""
     return read_model(folder)[0].name
+
+
+def group_of(folder: str | Path, kind: Kind) -> int | None:
+    """Returns how many inputs share a scale in a folder of codes as those of ``kind``; None where
+    all do, or where its codes are others."""
+    format = read_format(read_json(Path(folder) / "config.json").get("quantization_config"))
+    return format.group if format is not None and kind == f"int{format.bits}" else None
 
 
 def special_tokens(folder: str | Path) -> dict[str, Any]:
@@ -119,7 +129,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
     family, own = read_model(folder)
     config = config or own
     rows, shapes = family.rows_of(config)
-    tensors = _named_as(family, config, safetensors.tensors_in(folder))
+    tensors = _named_as(family, config, folder)
     used: set[str] = set()
     counts = {
         part.key: jax.tree.leaves(shapes[part.key])[0].shape[0] for part in family.stack.parts
@@ -205,6 +215,8 @@ def save(
     *,
     family: str | None = None,
     dtype: Any = None,
+    quantize: Kind | None = None,
+    group: int | None = None,
     max_shard_bytes: int = SHARD_BYTES,
     fields: Mapping[str, Any] | None = None,
     files: Mapping[str, str] | None = None,
@@ -217,24 +229,29 @@ def save(
       folder: new, or empty.
       config: the model.
       params: its parameters, layers in natural order: arrays of this process's devices or the
-        host's, or :func:`open_weights`.
+        host's, or :func:`open_weights`. Kernels may be packed.
       family: such as ``"mistral"``; None means the first that has such a model.
       dtype: float32, float16 or bfloat16; None means that of each parameter.
+      quantize: codes of the kernels of attention and MLP: int4 and int8 as compressed-tensors, nf4
+        as bitsandbytes; None means none. Those that are packed so keep their codes.
+      group: inputs that share a scale, as for :func:`jaxtrain.ops.packed.pack`.
       max_shard_bytes: of one file.
       fields: more fields of config.json, such as ``eos_token_id``.
       files: more text files by name, such as a tokenizer.json.
 
     Raises:
       ValueError: no family has such a model; the folder is not empty; a parameter is spread over
-        processes, has another shape than the config says, or a dtype that no file has; a value is
-        infinite in the file's dtype, which leaves the folder unfinished.
+        processes, has another shape than the config says, or a dtype that no file has, or cannot be
+        quantized so; a value is infinite in the file's dtype, which leaves the folder unfinished.
     """
     folder = Path(folder)
     chosen = family_for(config, family)
     theirs = chosen.config_json(config)
     check_new(folder)
     rows, shapes = chosen.rows_of(config)
-    leaves, shapes = named_leaves(params), named_leaves(shapes)
+    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
+    leaves, shapes = {path_name(path): x for path, x in leaves}, named_leaves(shapes)
     for path in sorted(shapes.keys() | leaves.keys()):
         got, wanted = (list(x[path].shape) if path in x else None for x in (leaves, shapes))
         if got != wanted:
@@ -245,7 +262,8 @@ def save(
                 "in one process"
             )
     kinds = {}
-    dtypes = {path: np.dtype(dtype or leaves[path].dtype) for path in rows}
+    dtypes = {path: getattr(x, "dtype", np.float32) for path, x in leaves.items()}
+    dtypes = {path: np.dtype(dtype or x) for path, x in dtypes.items()}
     known = safetensors.DTYPES.values()
     for path, kind in dtypes.items():
         if kind not in known:
@@ -253,21 +271,78 @@ def save(
                 f"parameter {path!r} would be {kind} in the file: give dtype as one of "
                 f"{', '.join(d.name for d in known)}"
             )
-    for group in by_tensor(rows).values():  # of parts of one tensor, a dtype that has them all
-        widest = np.dtype(jnp.result_type(*(dtypes[row.ours] for row in group)))
-        dtypes |= {row.ours: widest for row in group}
+    for parts in by_tensor(rows).values():  # of parts of one tensor, a dtype that has them all
+        widest = np.dtype(jnp.result_type(*(dtypes[row.ours] for row in parts)))
+        dtypes |= {row.ours: widest for row in parts}
+    common = max(dtypes.values(), key=lambda d: sum(d == other for other in dtypes.values()))
+    coded = {x for x in rows if quantize is not None and re.search(Quantize.targets[0], x)}
+    code, like = functools.partial(_coded, leaves, kind=quantize, group=group, dtype=common), {}
+    if coded and quantize != "nf4" and _is_conv1d(chosen):
+        raise ValueError(
+            f"`quantize` is {quantize!r}: {chosen.name} keeps its kernels as Conv1D, which "
+            "compressed-tensors does not quantize; use nf4"
+        )
     for name, of, _ in _tensors(rows, shapes):
         shape = shapes[of[0].ours].shape[of[0].stacked :]
-        name = chosen.stored(config, name)
-        kinds[name] = of[0].their_shape(shape, config.vocab_size), dtypes[of[0].ours]
-    common = max(dtypes.values(), key=lambda d: sum(d == other for other in dtypes.values()))
+        shape, path = of[0].their_shape(shape, config.vocab_size), of[0].ours
+        if path in coded and path not in like:
+            like[path] = code(of, 0, np.zeros(shape, np.float32))
+        for end, part in like.get(path, {"": None}).items():
+            of_part = (shape, dtypes[path]) if part is None else (part.shape, part.dtype)
+            kinds[_part_name(chosen.stored(config, name), end)] = of_part
     folder.mkdir(parents=True, exist_ok=True)
-    values = ((chosen.stored(config, n), x) for n, x in written(rows, leaves, config, dtypes))
-    safetensors.write(folder, kinds, values, max_shard_bytes=max_shard_bytes)
+    whole = dtypes | dict.fromkeys(coded, np.dtype(np.float32))
+
+    def all_tensors() -> Iterator[tuple[str, np.ndarray]]:
+        found = written(rows, leaves, config, whole)
+        for (name, of, l), (_, value) in zip(_tensors(rows, shapes), found, strict=True):
+            parts = code(of, l, value) if of[0].ours in coded else {"": value}
+            for end, part in parts.items():
+                yield _part_name(chosen.stored(config, name), end), part
+
+    safetensors.write(folder, kinds, all_tensors(), max_shard_bytes=max_shard_bytes)
     for name, text in (files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     theirs |= {"dtype": common.name, "torch_dtype": common.name} | dict(fields or {})
+    if coded:
+        left = [
+            x.theirs for x in rows.values() if x.ours.endswith("kernel") and x.ours not in coded
+        ]
+        skipped = [x.removesuffix(".weight") for x in (*left, *chosen.copies)]
+        packed = [x for x in leaves.values() if is_packed(x) and x.kind == quantize]
+        if packed:
+            most = max(packed, key=lambda x: x.scale.shape[-2])
+            group = most.shape[-2] // most.scale.shape[-2] if most.scale.shape[-2] > 1 else None
+        elif quantize != "int8":
+            group = group or 64
+        theirs["quantization_config"] = config_of(quantize, group, skipped)
     (folder / "config.json").write_text(json_text(theirs))
+
+
+def _part_name(name: str, end: str) -> str:
+    return name.removesuffix(".weight") + end if end else name
+
+
+def _coded(
+    leaves: Mapping[str, Any],
+    of: Sequence[Row],
+    l: int,
+    value: np.ndarray,
+    *,
+    kind: Kind,
+    group: int | None,
+    dtype: np.dtype,
+) -> dict[str, np.ndarray]:
+    """The parts of a tensor that is quantized, with the scales of what is packed so already."""
+    kernel_DF = np.ascontiguousarray(value if of[0].axes is None else value.T)
+    own, scale = [leaves[row.ours] for row in of], None
+    if kind != "nf4" and all(isinstance(x, Packed) and x.kind == kind for x in own):
+        scale = np.concatenate([np.asarray(x.scale[l]).view(np.float32) for x in own], axis=-1)
+        group = len(kernel_DF) // len(scale)
+    try:
+        return dict(encoded(pack(kernel_DF, kind, group, scale=scale), dtype))
+    except ValueError as error:
+        raise ValueError(f"parameter {of[0].ours!r}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +370,7 @@ def check(folder: str | Path) -> Iterator[Checked]:
     folder = Path(folder)
     family, config = read_model(folder)
     weights = named_leaves(open_weights(folder))
-    tensors = _named_as(family, config, safetensors.tensors_in(folder))
+    tensors = _named_as(family, config, folder)
     again = family.settle(family.config(family.config_json(config)), lambda: tensors)
     if again != config:
         raise ValueError(f"the config.json of '{folder}' does not come back as it was")
@@ -321,7 +396,7 @@ def not_read(folder: str | Path) -> list[str]:
     rows, shapes = family.rows_of(config)
     layers = {path: leaf.shape[0] for path, leaf in named_leaves(shapes).items()}
     names = {name for path, row in rows.items() for name in row.names(layers[path])}
-    tensors = _named_as(family, config, safetensors.tensors_in(Path(folder)))
+    tensors = _named_as(family, config, Path(folder))
     return sorted(tensors.keys() - names)
 
 
@@ -335,7 +410,7 @@ def written(
     held: tuple[Any, dict[str, np.ndarray]] = (None, {})
     for name, group, l in _tensors(rows, leaves):
         if held[0] is not group:
-            held = group, {row.ours: np.asarray(leaves[row.ours]) for row in group}
+            held = group, {row.ours: np.asarray(merge(leaves[row.ours])) for row in group}
         layers = [held[1][row.ours][l] if row.stacked else held[1][row.ours] for row in group]
         layers = [_cast(x, dtypes[r.ours], r.ours) for x, r in zip(layers, group, strict=True)]
         yield name, assemble(group, layers, config.vocab_size)
@@ -369,9 +444,8 @@ def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:
     if not is_file(path):
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
     theirs = read_json(path)
-    if (theirs.get("quantization_config") or {}).get("bnb_4bit_quant_type") == "nf4":
-        del theirs["quantization_config"]  # which the tensors tell
     try:
+        read_format(theirs.pop("quantization_config", None))
         family = family_of(theirs)
         config = family.config(theirs)
     except (ValueError, TypeError) as error:
@@ -383,10 +457,13 @@ def _head(config: ModelConfig) -> tuple[Any, ...]:
     return getattr(config, "head", None), getattr(config, "classes", None)
 
 
-def _named_as(family: Family, config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by the names of the table: some files leave a prefix out of all, some have the one
-    table of a tied model as that of the head alone, and old ones name norms as TensorFlow does."""
-    tensors = dequantized(tensors)
+def _named_as(family: Family, config: ModelConfig, folder: Path) -> dict[str, Any]:
+    """A folder's tensors by the names of the table: some files leave a prefix out of all, some have
+    the one table of a tied model as that of the head alone, and old ones name norms as TensorFlow
+    does."""
+    format = read_format(read_json(folder / "config.json").get("quantization_config"))
+    tensors = safetensors.tensors_in(folder)
+    tensors = dequantized(tensors, format, conv1d=_is_conv1d(family))
     found = {_NORMS.sub(lambda x: _NORM_NAMES[x[0]], name): x for name, x in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):
         bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}
@@ -399,6 +476,10 @@ def _named_as(family: Family, config: ModelConfig, tensors: Mapping[str, Any]) -
         if original not in found and copy in found:
             found[original] = found.pop(copy)
     return found
+
+
+def _is_conv1d(family: Family) -> bool:
+    return any(row.axes is None and row.ours.endswith("attn/out/kernel") for row in family.rows)
 
 
 _NORMS = re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")

@@ -114,24 +114,29 @@ class Packed:
         return inner * outer + nested[..., :1, None]
 
 
-def pack(kernel: Any, kind: Kind, group: int | None = None) -> Packed:
+def pack(kernel: Any, kind: Kind, group: int | None = None, *, scale: Any = None) -> Packed:
     """Quantizes a kernel; of the same float32 numbers NumPy and JAX make the same codes.
+
+    Scales of int4 and int8 are the nearest in bfloat16: files of 16 bits hold them, and what a
+    packed kernel stands for has the same codes and scales again.
 
     Args:
       kernel: [..., D, F]: a JAX array or one of NumPy, of which the parts then are too.
       kind: a :data:`Kind`.
       group: g, inputs that share a scale; None means 64, and all of them for int8.
+      scale: [..., G, F] of int4 or int8; None means those of the largest numbers.
 
     Raises:
       ValueError: g does not divide D, or is odd where two inputs share a byte.
     """
     group = _group(kernel.shape, kind, group)
-    return Packed(**{name: _part(name, kernel, kind, group) for name in _names(kind)}, kind=kind)
+    part = functools.partial(_part, kernel=kernel, kind=kind, group=group, scale=scale)
+    return Packed(**{name: part(name) for name in _names(kind)}, kind=kind)
 
 
 def pack_later(weight: Any, kind: Kind, group: int | None = None) -> Packed:
     """Quantizes a weight that is yet to be read: the parts are read and made slice by slice, one
-    layer at a time.
+    layer at a time. Where the file has codes and scales of this kind and group, it has those.
 
     Args:
       weight: [..., D, F], with a shape and slices, such as a :class:`jaxtrain.hf.table.Weight`.
@@ -141,7 +146,10 @@ def pack_later(weight: Any, kind: Kind, group: int | None = None) -> Packed:
       A kernel for ``init_state(params=)``.
     """
     group = _group(weight.shape, kind, group)
-    return Packed(**{n: Unread(n, weight, kind, group) for n in _names(kind)}, kind=kind)
+    scales = weight.scales(kind) if hasattr(weight, "scales") else None
+    if scales is not None and scales.shape[-2] * group != weight.shape[-2]:
+        scales = None
+    return Packed(**{n: Unread(n, weight, kind, group, scales) for n in _names(kind)}, kind=kind)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,6 +160,7 @@ class Unread:
     weight: Any
     kind: Kind
     group: int
+    scales: Any = None
 
     @property
     def _like(self) -> jax.ShapeDtypeStruct:
@@ -174,10 +183,13 @@ class Unread:
             read = slice(first, last), columns
             inner = slice(rows.start - first // unit, rows.stop - first // unit), slice(None)
         for place in np.ndindex(*out.shape[:lead]):
-            at = (slice(i.start + p, i.start + p + 1) for i, p in zip(index, place, strict=False))
-            layer = np.asarray(self.weight[(*at, *read)])
+            at = [slice(i.start + p, i.start + p + 1) for i, p in zip(index, place, strict=False)]
+            layer, scale = np.asarray(self.weight[(*at, *read)]), None
             layer = layer.reshape(layer.shape[lead:])
-            out[place] = _part(self.name, layer, self.kind, self.group)[inner]
+            if self.scales is not None:
+                groups = slice(read[0].start // self.group, read[0].stop // self.group)
+                scale = self.scales[(*at, groups, read[1])].reshape(-1, layer.shape[-1])
+            out[place] = _part(self.name, layer, self.kind, self.group, scale)[inner]
         return out
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -185,7 +197,8 @@ class Unread:
 
     def cut(self, order: LayerOrder) -> "Unread":
         """Returns the part as a :class:`jaxtrain.Stack` cuts it, of which nothing is read yet."""
-        return dataclasses.replace(self, weight=order.split(self.weight))
+        scales = self.scales if self.scales is None else order.split(self.scales)
+        return dataclasses.replace(self, weight=order.split(self.weight), scales=scales)
 
 
 def _per_byte(kind: Kind) -> int:
@@ -208,14 +221,18 @@ def _group(shape: Sequence[int], kind: Kind, group: int | None) -> int:
     return group
 
 
-def _part(name: str, kernel: Any, kind: Kind, group: int) -> Any:
+def _part(name: str, kernel: Any, kind: Kind, group: int, scale: Any = None) -> Any:
     xp: ModuleType = np if isinstance(kernel, np.ndarray) else jnp
     kernel = kernel.astype(np.float32)
     *lead, D, F = kernel.shape
     blocks = kernel.reshape(*lead, D // group, group, F)
-    scale = xp.abs(blocks).max(-2)
-    if kind.startswith("int"):
-        scale = scale / np.float32(127 if kind == "int8" else 7)
+    if scale is None:
+        scale = xp.abs(blocks).max(-2)
+        if kind.startswith("int"):
+            scale = scale / np.float32(127 if kind == "int8" else 7)
+            # XLA leaves out a conversion to bfloat16 and back.
+            narrow = lambda x: x.astype(jnp.bfloat16).astype(np.float32)  # noqa: E731
+            scale = narrow(scale) if xp is np else jax.lax.reduce_precision(scale, 8, 7)
     if name == "scale":
         return _bits(scale, xp) if kind != "nf4-double" else _nested(scale, xp)[0]
     if name == "nested":

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxtrain import data
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
+from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
@@ -62,7 +63,7 @@ def load(
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
         params = checkpoints.restore_params(shapes, step)
-    if stored.keys() & {"low_rank", "quantized"}:
+    if stored.keys() & {"low_rank", "quantized", "constrained"}:
         params = jax.jit(merge, out_shardings=places)(params)
     if module is vit:
         return model, params, None
@@ -108,7 +109,8 @@ def _shapes_of(
 
     def make(key: jax.Array) -> dict:
         params = change.params(module.init(model, key), key, stack)
-        return Quantize.of(stored).params(params, key, stack)
+        params = Quantize.of(stored).params(params, key, stack)
+        return Constrain.of(stored).params(params, key, stack)
 
     return model, module, change, jax.eval_shape(make, jax.random.key(0))
 

@@ -236,7 +236,11 @@ NORM = "model.layers.0.input_layernorm.weight"
         ({"hidden_size": 32}, {}, r"'lm_head|shape \[\d+.*config.json says"),
         ({}, {"lm_head.weight": np.zeros((61, 16), "f")}, "ties lm_head.weight to model.embed_tok"),
         ({"architectures": ["BertModel"]}, {}, "its architecture is BertModel, and of llama"),
-        ({"quantization_config": {"bits": 4}}, {}, "quantization_config={'bits': 4} is not known"),
+        (
+            {"quantization_config": {"bits": 4}},
+            {},
+            "quantization_config has quant_method=None, which is not read",
+        ),
         ({"attention_bias": True}, {}, "only attention_bias=False is known here of LlamaForCausal"),
         ({"hidden_act": "relu"}, {}, "hidden_act='relu' is not known here: only silu"),
         ({"hidden_size": "absent"}, {}, "it has no hidden_size, which LlamaForCausalLM needs"),
@@ -292,7 +296,7 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
         (whole[:-4], "is cut short or damaged: '[a-z._0]+' does not lie within it"),
         (whole[:100], "is not a safetensors file, or was cut short"),
         (b"\xff" * 50, "is not a safetensors file, or was cut short"),
-        (whole.replace(b'"F32"', b'"I64"', 1), "in I64: only F32, F16, BF16 are read here"),
+        (whole.replace(b'"F32"', b'"I32"', 1), "in I32: only F32, F16, BF16 are read here"),
     ):
         (folder / "model.safetensors").write_bytes(wrong)
         with pytest.raises(ValueError, match=message):

@@ -69,8 +69,14 @@ def test_rounded_kernels_are_the_nearest_multiple_of_their_scale(kind, group, le
     size = group or (D if kind == "int8" else 64)
     blocks = w.astype(np.float64).reshape(-1, size, F)
     scale = abs(blocks).max(1, keepdims=True) / levels
+    scale = scale.astype(jnp.bfloat16).astype(np.float64)
     dense = jax.tree.map(jnp.asarray, kernel).merged()
     np.testing.assert_allclose(dense, (np.rint(blocks / scale) * scale).reshape(D, F), rtol=1e-5)
+    again = pack(np.asarray(dense), kind, group)
+    jax.tree.map(np.testing.assert_array_equal, again, kernel)
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.jit(pack, static_argnums=(1, 2))(w, kind, group), kernel
+    )
 
 
 @pytest.mark.parametrize(
