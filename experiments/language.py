@@ -128,7 +128,7 @@ class Source:
             return hf.open_weights(self.path, model)
         params = trained.load(self.path)[1]
         if _head(self.model) != _head(model):
-            del params["head"]
+            params.pop("head", None)
         if model.positions == "learned" and hasattr(model, "seq_len"):
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]

@@ -130,7 +130,7 @@ def build(config: Config) -> jt.Experiment:
         conclude=functools.partial(conclude, config, model, tokenizer, texts | old),
         show=lambda state, means: (
             {"sample": "\n".join(sample(config, model, tokenizer, state, prompt=beginning()))}
-            if config.sample_tokens
+            if config.sample_tokens and model.head == "tokens"
             else {}
         ),
     )
@@ -157,10 +157,18 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
 
 
 def model_config(config: Config, vocab_size: int) -> decoder.DecoderConfig:
-    """The model: one from scratch has as many tokens, and rows of its tables, as its teacher."""
+    """The model: one from scratch has as many tokens, and rows of its tables, as its teacher; a
+    reward model has a head of its own."""
     own, teacher = {}, config.teacher and config.teacher.model
     if teacher and config.source is None and vocab_size <= teacher.vocab_size:
         own = {name: getattr(teacher, name) for name in ("vocab_size", "vocab_multiple")}
+    if config.preference.loss == "reward":
+        own["head"] = "score"
+    elif config.source is not None and config.source.model.head == "score":
+        raise ValueError(
+            f"--init-from is {config.init_from}: it is a reward model, which predicts no tokens; "
+            "give --preference.loss reward and preferences, or another model"
+        )
     return language.model_config(config, vocab_size, **own)
 
 
@@ -225,8 +233,9 @@ def of_preferences(
         raise ValueError("preferences refine a trained model: give it with --init-from")
     if model.z_loss:
         raise ValueError(f"--z-loss {model.z_loss} is not for preferences, whose loss has none")
-    log_probs = functools.partial(decoder.log_probs, model)
-    change = Preferences(log_probs, config.preference, frozen=experiment.task.freeze)
+    of_tokens = decoder.scores if model.head == "score" else decoder.log_probs
+    of_tokens = functools.partial(of_tokens, model)
+    change = Preferences(of_tokens, config.preference, frozen=experiment.task.freeze)
     batch = data.packed_shapes(config.global_batch, model.seq_len, pairs=True)
     # The loss is of a preference.
     return apply(experiment, change, batch=batch, derived=lambda means: {})
@@ -269,7 +278,7 @@ def conclude(
             f"{source}held-out loss {bits:.3f} bits per byte, which {verdict} the order-2 byte "
             f"model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
         )
-    if config.sample_tokens:
+    if config.sample_tokens and model.head == "tokens":
         learned = {name: each for name, each in texts.items() if name != "old"}
         written = sample(config, model, tokenizer, state, prompt=asked(learned, model.seq_len // 2))
         lines += ["", "a sample it wrote:", "", *written]

@@ -25,7 +25,7 @@ from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distillation
 from jaxtrain.finetune.low_rank import LoRA
-from jaxtrain.finetune.preferences import Preferences
+from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder, encoder
@@ -218,11 +218,18 @@ def _multi_steps(experiment: Experiment) -> Experiment:
     )
 
 
-def _preferences(experiment: Experiment) -> Experiment:
+def _preferences(loss: str, experiment: Experiment) -> Experiment:
     """Every row is an answer that is preferred to another, of other bytes."""
     model = trained.read_model(experiment.metadata.config, where="compose")
-    log_probs, frozen = functools.partial(decoder.log_probs, model), experiment.task.freeze
-    experiment = apply(experiment, Preferences(log_probs, frozen=frozen))
+    of_tokens, frozen = decoder.log_probs, experiment.task.freeze
+    if loss == "reward":
+        model, of_tokens = dataclasses.replace(model, head="score"), decoder.scores
+        config = {**experiment.metadata.config, "model": dataclasses.asdict(model)}
+        init_fn = functools.partial(decoder.init, model)
+        own = {"stages": decoder.stages(model), "config": config}
+        experiment = experiment.with_(init_fn=init_fn, **own)
+    change = Preferences(functools.partial(of_tokens, model), Preference(loss), frozen=frozen)
+    experiment = apply(experiment, change)
     stages = experiment.task.stages
 
     def of_pairs(function: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -295,7 +302,9 @@ def _finetuning() -> Iterator[Capability]:
     names = {"called": "quantiz|packed|nf4|lora|kernel|freeze|frozen"}
     yield tune("quantized kernels", change=_quantized, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
-    yield tune("preferences", change=_preferences, **names)
+    yield tune("preferences", change=functools.partial(_preferences, "dpo"), **names)
+    names["called"] += "|head"
+    yield tune("reward model", change=functools.partial(_preferences, "reward"), **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}
     yield tune("distillation", change=_distilled, **names)
 

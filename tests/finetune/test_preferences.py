@@ -50,6 +50,8 @@ def of_trl(name, policy, reference, length, beta, gamma):
     import torch
     from torch.nn.functional import logsigmoid
 
+    if name == "reward":  # of the last tokens' scores
+        return -logsigmoid(beta * (policy[:, 0] - policy[:, 1])), policy
     if name in ("ipo", "simpo", "orpo"):
         policy, reference = policy / length, reference / length
     (chosen, rejected), (was_chosen, was_rejected) = policy.T, reference.T
@@ -124,7 +126,10 @@ def test_losses_and_gradients_are_those_of_the_papers(name):
 
     def sums(x, row, numbers):
         counted = x[row] * torch.tensor(mask[row])
-        own = lambda side, s: counted[side][torch.tensor(segments[row, side] == s)].sum()  # noqa: E731
+        if name == "reward":
+            own = lambda side, s: x[row, side][np.flatnonzero(segments[row, side] == s)[-1]]  # noqa: E731
+        else:
+            own = lambda side, s: counted[side][torch.tensor(segments[row, side] == s)].sum()  # noqa: E731
         return torch.stack([torch.stack([own(0, s), own(1, s)]) for s in numbers])
 
     ours = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
@@ -154,8 +159,11 @@ def test_losses_and_gradients_are_those_of_the_papers(name):
 
 
 def experiment_of(batch, name="dpo", **given):
-    change = dataclasses.replace(DPO, how=HOW[name])
-    stages = change.stages(decoder.stages(MODEL))
+    change, model = dataclasses.replace(DPO, how=HOW[name]), MODEL
+    if name == "reward":
+        model = dataclasses.replace(MODEL, head="score")
+        change = dataclasses.replace(change, log_probs=functools.partial(decoder.scores, model))
+    stages = change.stages(decoder.stages(model))
     optimizer = optax.chain(
         record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=change.freeze)
     )
@@ -163,7 +171,7 @@ def experiment_of(batch, name="dpo", **given):
     given = problems.with_layout(given)
     return Experiment.of(
         name="preferences",
-        init_fn=both if HOW[name].has_reference else lambda rng: params_of(rng)[0],
+        init_fn=both if HOW[name].has_reference else functools.partial(decoder.init, model),
         loss_fn=jt.loss_from_stages(stages),
         stages=stages,
         optimizer=optimizer,
