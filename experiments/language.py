@@ -27,6 +27,7 @@ from jaxtrain.hf import hub
 from jaxtrain.hf.family import OURS
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect
+from jaxtrain.methods.population import Population
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
 from jaxtrain.run import trained
@@ -80,6 +81,7 @@ class Config(jt.Config):
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
     tokenizer: str | None = None
     lora: LoRA = dataclasses.field(default_factory=LoRA)
+    population: Population = dataclasses.field(default_factory=Population)
     adapter: str | None = None
     """A folder of PEFT's files, with LoRA's additions to the model of --init-from to begin with;
     it says their ranks, targets and alpha."""

@@ -27,6 +27,7 @@ import numpy as np
 
 import jaxtrain as jt
 from experiments import language
+from experiments.members import of_members
 from jaxtrain import data
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import Layout, PipelineLayout
@@ -127,6 +128,10 @@ def build(config: Config) -> jt.Experiment:
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
+    return of_members(config, functools.partial(_outline, vocab_size=vocab_size))
+
+
+def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
     model = model_config(config, vocab_size or language.vocab_size(config))
     return language.outline(
         config,

@@ -28,6 +28,7 @@ import jaxtrain as jt
 from experiments import language
 from experiments.bert import answers, classify, mask, tags
 from experiments.bert.common import FIRST, MASK, Text, row_length, special_id
+from experiments.members import of_members
 from jaxtrain import data
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host.least import check_least
@@ -114,6 +115,10 @@ def build(config: Config) -> jt.Experiment:
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
+    return of_members(config, functools.partial(_outline, vocab_size=vocab_size))
+
+
+def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
     check_tokenizer(config)
     model = model_config(config, vocab_size or language.vocab_size(config, added=2))
     length = row_length(config, model)

@@ -24,10 +24,11 @@ from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distillation
-from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.low_rank import LoRA, Strengths
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.methods.method import Method
+from jaxtrain.methods.population import Member, follow, populate
 from jaxtrain.models import decoder, encoder
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
@@ -268,6 +269,14 @@ def _distilled(experiment: Experiment) -> Experiment:
     return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
 
 
+def _populated(experiment: Experiment) -> Experiment:
+    """Members of other ranks and seeds."""
+    rank = {n: apply(experiment, Strengths(rank=n, alpha=4.0)) for n in (2, 1)}
+    members = [Member(rank[n].laid.init_fn, seed, {}) for n, seed in ((2, 0), (1, 0), (2, 1))]
+    whole = rank[2].with_(optimizer=follow(rank[2].optimizer))
+    return populate(whole, members)
+
+
 def _with_head(head: str, experiment: Experiment) -> Experiment:
     """An encoder with a head for tags or spans, which are functions of its tokens."""
     config = experiment.metadata.config
@@ -301,6 +310,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("low-rank kernels", change=lambda e: apply(e, LoRA(rank=2, alpha=4.0)), **names)
     names = {"called": "quantiz|packed|nf4|lora|kernel|freeze|frozen"}
     yield tune("quantized kernels", change=_quantized, **names)
+    names = {"called": "population|member|method|lora|low.rank|kernel|freeze|frozen"}
+    yield tune("population of adapters", change=_populated, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=functools.partial(_preferences, "dpo"), **names)
     names["called"] += "|head"
