@@ -238,6 +238,14 @@ def of_preferences(
         raise ValueError("preferences refine a trained model: give it with --init-from")
     if model.z_loss:
         raise ValueError(f"--z-loss {model.z_loss} is not for preferences, whose loss has none")
+    if (labels := data.holds_labels(data.parse_data(config.data), config.field)) != (
+        config.preference.loss == "kto_unpaired"
+    ):
+        has, mend = ("answers with labels", "") if labels else ("pairs", "another than ")
+        raise ValueError(
+            f"--preference.loss is {config.preference.loss} and --data has {has}: give "
+            f"{mend}kto_unpaired"
+        )
     of_tokens = decoder.scores if model.head == "score" else decoder.log_probs
     of_tokens = functools.partial(of_tokens, model)
     change = Preferences(of_tokens, config.preference, frozen=experiment.task.freeze)

@@ -421,7 +421,7 @@ def test_preferences_refine_what_a_run_begins_with(tmp_path, capsys):
     for given, message in (
         (flags, "preferences refine a trained model: .* --init-from"),
         ([*flags, *begin, "--preference.beta", "0"], "`beta` is 0.0: give a number above 0"),
-        ([*flags, *begin, "--preference.gamma", "1"], "`gamma` is 1.0, and dpo has no margin"),
+        ([*flags, *begin, "--preference.gamma", "1"], "`gamma` is 1.0, and dpo has none"),
         ([*flags, *begin, "--z-loss", "0.1"], "--z-loss 0.1 is not for preferences"),
         ([*begin, "--tokenizer", "bytes", "--preference.beta", "1"], "--data has none"),
     ):
