@@ -80,6 +80,9 @@ class Config(jt.Config):
     data: str = "python"
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
+    also_held_out: str | None = None
+    """Text as for --data, which is not trained on and of which the held-out loss is measured too,
+    as old/loss: what a model forgets that is tuned on other text."""
     tokenizer: str | None = None
     lora: LoRA = dataclasses.field(default_factory=LoRA)
     population: Population = dataclasses.field(default_factory=Population)
@@ -247,6 +250,15 @@ def tokenizer_name(config: Config) -> str:
             f"'{config.init_from}' has no {TOKENIZER_FILE}: give --tokenizer, which may be bytes"
         )
     return config.default_tokenizer
+
+
+def check_old(config: Config, found: data.Tokenizer, wanted: data.Tokenizer) -> None:
+    """Raises ValueError where the text of --also-held-out has another tokenizer than --data."""
+    if found.fingerprint != wanted.fingerprint:
+        raise ValueError(
+            f"--also-held-out is {config.also_held_out}: it must have the tokenizer of --data "
+            f"{config.data}; give --tokenizer a file"
+        )
 
 
 def tokenizer_options(config: Config) -> dict[str, Any]:
@@ -525,6 +537,12 @@ def write(
     else:
         write = compile_step(step, weights, batches[0], mesh=mesh, rules=rules, donate=False)
     return np.concatenate([write(weights, batch) for batch in batches])[: len(rows)]
+
+
+def until(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """The tokens before the end."""
+    ends = np.flatnonzero(tokens == eod)
+    return tokens[: ends[0]] if len(ends) else tokens
 
 
 def tuning_rates(rates: Mapping[str, float]) -> dict[str, float]:
