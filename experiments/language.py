@@ -11,7 +11,7 @@ import itertools
 import json
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -85,6 +85,10 @@ class Config(jt.Config):
     as old/loss: what a model forgets that is tuned on other text."""
     tokenizer: str | None = None
     lora: LoRA = dataclasses.field(default_factory=LoRA)
+    hold_frozen_in: Literal["param", "compute"] = "param"
+    """Dtype of weights that do not train: that of parameters, or the one that they are computed
+    with, which takes half the memory under bf16 and leaves every step the same. Weights that are
+    merged and exported are rounded to it."""
     population: Population = dataclasses.field(default_factory=Population)
     adapter: str | None = None
     """A folder of PEFT's files, with LoRA's additions to the model of --init-from to begin with;

@@ -1,10 +1,12 @@
 """Flags of a population of adapters, as an experiment that trains all of its members at once."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jaxtrain as jt
+from jaxtrain.finetune.held import hold_in_compute
 from jaxtrain.finetune.low_rank import LoRA, Strengths
 from jaxtrain.methods.population import Member, Population, follow, populate
 from jaxtrain.run.options import RULE_OPTIONS, make_optimizer
@@ -22,6 +24,8 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
       ValueError: flags are varied that members cannot have apart, or without low-rank additions.
     """
     population = config.population
+    if config.hold_frozen_in == "compute":
+        make = functools.partial(_held, make)
     if population == Population():
         return make(config)
     if config.lora.rank is None and config.adapter is None:
@@ -61,6 +65,10 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
         config={**whole.metadata.config, "population": stored},
     )
     return populate(whole, made, together=population.together)
+
+
+def _held(make: Callable[[Any], jt.Experiment], config: Any) -> jt.Experiment:
+    return hold_in_compute(make(config))
 
 
 def _lora(lora: LoRA, flags: Mapping[str, float]) -> LoRA:
