@@ -27,6 +27,7 @@ from jaxtrain.finetune.distill import Distillation
 from jaxtrain.finetune.low_rank import LoRA, Strengths
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
 from jaxtrain.models import decoder, encoder
@@ -240,7 +241,10 @@ def _preferences(loss: str, experiment: Experiment) -> Experiment:
             for name in ("tokens", "targets"):
                 batch[name] = batch[name].at[:, 1].add(128) % model.vocab_size
             batch["segments"] = jnp.ones_like(batch["segments"])
-            return function(*given[:place], batch, *given[place + 1 :])
+            found = function(*given[:place], batch, *given[place + 1 :])
+            # Means of scores of both signs are rounding, as a new head has them.
+            bare = loss == "reward" and isinstance(found, WeightedLoss)
+            return dataclasses.replace(found, metrics={}) if bare else found
 
         return paired
 

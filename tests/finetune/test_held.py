@@ -40,6 +40,7 @@ def tuned(hold):
     return named_leaves(jax.device_get(state.params)), jax.device_get(metrics), memory
 
 
+@pytest.mark.slow
 def test_a_step_has_the_same_bits_and_no_float32_of_what_is_frozen():
     held, metrics, memory = tuned(hold_in_compute)
     plain, told, before = tuned(lambda experiment: experiment)
