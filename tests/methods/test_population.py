@@ -19,12 +19,13 @@ from jaxtrain.run import trained
 from jaxtrain.run.main import main, parse
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.tree import named_leaves
+from tests import problems
 
 FAST = {"xla_backend_optimization_level": 0}
 SHAPE = {"vocab_size": 67, "seq_len": 8, "layers": 2, "width": 16, "heads": 2}
 MODEL = decoder.DecoderConfig(**SHAPE)
 STEPS, P = 3, 3
-RATES, RANKS, SEEDS = (0.1, 0.01, 0.03), (4, 3, 2), (0, 5, 5)
+RATES, RANKS, SEEDS = (0.01, 0.001, 0.003), (4, 3, 2), (0, 5, 5)
 BATCH = {name: np.random.default_rng(0).integers(0, 67, (8, 8)) for name in ("tokens", "targets")}
 BATCH = {name: x.astype(np.int32) for name, x in BATCH.items()} | {"mask": np.ones((8, 8), "f")}
 
@@ -49,7 +50,8 @@ def of_all(together="map", axes=()):
         for rank, seed, rate in zip(RANKS, SEEDS, RATES, strict=True)
     ]
     made = populate(whole, members, together=together)
-    return made.with_(layout=jt.Layout(mesh=dict(axes)) if axes else jt.Layout())
+    given = {"mesh": dict(axes), "pipeline": {"microbatches": 4, "schedule": "1f1b"}}
+    return made.with_(**problems.with_layout(given))
 
 
 @functools.cache
