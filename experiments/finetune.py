@@ -25,6 +25,7 @@ import jaxtrain as jt
 from experiments import language
 from jaxtrain import data, hf
 from jaxtrain.data.chat import FORMS
+from jaxtrain.finetune.preferences import Preference
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.run import main as run
@@ -82,9 +83,10 @@ class Config:
     """The model: a run, a Hugging Face folder, or a name on its hub (ORG/NAME or
     ORG/NAME@REVISION)."""
     data: str
-    """Rows of conversations (messages; prompt and completion; chosen and rejected), of text and
-    label, tokens and tags, question, context and answers, or source and target, in JSONL, CSV, TSV
-    or Parquet; a folder of texts, a token store, or a folder of images."""
+    """Rows of conversations (messages; prompt and completion, perhaps with a label that is true or
+    false; chosen and rejected), of text and label, tokens and tags, question, context and answers,
+    or source and target, in JSONL, CSV, TSV or Parquet; a folder of texts, a token store, or a
+    folder of images."""
     field: str = "text"
     """Field of a row that holds its text, or the form of conversation to read."""
 
@@ -129,6 +131,8 @@ def defaults(config: Config, typed: set[str]) -> tuple[types.ModuleType, Any]:
     if "seq_len" in own:
         own["seq_len"] = min(own["seq_len"], model.seq_len)
     pairs = kind == "conversations" and data.holds_pairs(data.parse_data(config.data), config.field)
+    if pairs and data.holds_labels(data.parse_data(config.data), config.field):
+        own["preference"] = Preference("kto_unpaired")
     name, whole, added = RATES["preferences" if pairs else form]
     if {"--lora.rank", "--adapter"} & typed:
         name, whole = "adamw", added

@@ -7,6 +7,7 @@ and the lines that they print when training is over.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import types
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from jaxtrain.hf import hub
 from jaxtrain.hf.family import OURS
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect
+from jaxtrain.methods.population import Population
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
 from jaxtrain.run import trained
@@ -79,8 +81,16 @@ class Config(jt.Config):
     data: str = "python"
     field: str = "text"
     """Field of a JSONL record, or column of a Parquet file, that holds the text."""
+    also_held_out: str | None = None
+    """Text as for --data, which is not trained on and of which the held-out loss is measured too,
+    as old/loss: what a model forgets that is tuned on other text."""
     tokenizer: str | None = None
     lora: LoRA = dataclasses.field(default_factory=LoRA)
+    hold_frozen_in: Literal["param", "compute"] = "param"
+    """Dtype of weights that do not train: that of parameters, or the one that they are computed
+    with, which takes half the memory under bf16 and leaves every step the same. Weights that are
+    merged and exported are rounded to it."""
+    population: Population = dataclasses.field(default_factory=Population)
     adapter: str | None = None
     """A folder of PEFT's files, with LoRA's additions to the model of --init-from to begin with;
     it says their ranks, targets and alpha."""
@@ -124,18 +134,27 @@ class Source:
         """The positions that it had before any tuning on shorter rows."""
         return max(self.model.seq_len, (self.is_run and self.told("context")) or 0)
 
-    def weights(self, model: trained.Model) -> dict[str, Any]:
-        """Its weights, for a model that may have shorter rows and more tokens; of another head,
-        without that."""
+    def tokenizer(self) -> data.Tokenizer | None:
+        """The tokenizer whose tokens it has learned; None where nothing says which."""
+        path = as_path(self.path) / TOKENIZER_FILE
+        if exists(path):
+            return data.SubwordTokenizer.load(path)
+        return data.ByteTokenizer() if self.is_run else None
+
+    def weights(
+        self, model: trained.Model, pieces: Sequence[Sequence[int]] | None = None
+    ) -> dict[str, Any]:
+        """Its weights, for a model that may have shorter rows and other tokens, made of ``pieces``
+        (:func:`pieces_of`); of another head, without that."""
         own = getattr(self.model, "vocab_size", None)
-        if own != getattr(model, "vocab_size", None):
+        if pieces is not None:
             params = self.weights(dataclasses.replace(model, vocab_size=own))
-            return with_tokens(params, model, own)
+            return with_tokens(params, model, pieces, own)
         if not self.is_run:
             return hf.open_weights(self.path, model)
         params = trained.load(self.path)[1]
         if _head(self.model) != _head(model):
-            del params["head"]
+            params.pop("head", None)
         if model.positions == "learned" and hasattr(model, "seq_len"):
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]
@@ -147,10 +166,35 @@ def _head(model: trained.Model) -> tuple[Any, Any]:
     return getattr(model, "head", None), getattr(model, "classes", None)
 
 
-def with_tokens(params: dict[str, Any], model: Any, own: int) -> dict[str, Any]:
-    """Returns parameters for all tokens of a model, made of those of its first ``own`` tokens: a
-    new one has the mean of their rows, in the table and in a head of its own."""
+def pieces_of(
+    old: data.Tokenizer, new: data.Tokenizer, own: int, size: int
+) -> list[Sequence[int]] | None:
+    """Returns, of each of ``size`` new tokens, the old ones that it is made of: itself, or those of
+    its text. None where all are old, under their ids; ``own`` is how many the old model has."""
+    names = [getattr(each, "vocabulary", {}) for each in (old, new)]
+    if type(old) is type(new) and names[0].items() <= names[1].items():
+        found = {id: [id] for id in range(own) if id < old.vocab_size or id >= new.vocab_size}
+        if len(found) == size:
+            return None
+    else:
+        found = {id: [names[0][name]] for name, id in names[1].items() if name in names[0]}
+    found.setdefault(int(new.eod), [int(old.eod)])
+    texts = new.token_pieces(np.arange(min(new.vocab_size, size)))
+    for id, pieces in enumerate(old.encode_inside(texts)):
+        found.setdefault(id, [piece for piece in pieces.tolist() if piece < own])
+    return [found.get(id, []) for id in range(size)]
+
+
+def with_tokens(
+    params: dict[str, Any], model: Any, pieces: Sequence[Sequence[int]], own: int
+) -> dict[str, Any]:
+    """Returns parameters for all tokens of a model, made of those of ``own`` others: a row of the
+    table, and of a head of its own, is the mean of the rows of its pieces, or of all rows where it
+    has none."""
     init = next(module.init for kind, module in trained.FORMS.values() if isinstance(model, kind))
+    lengths_V = np.array([len(each) for each in pieces])
+    places = np.repeat(np.arange(len(pieces)), lengths_V)
+    flat = np.fromiter(itertools.chain.from_iterable(pieces), np.int64)
 
     def shapes(vocab_size: int) -> dict[str, Any]:
         sized = dataclasses.replace(model, vocab_size=vocab_size)
@@ -163,10 +207,13 @@ def with_tokens(params: dict[str, Any], model: Any, own: int) -> dict[str, Any]:
         axis = next((axis for axis, (a, b) in enumerate(sizes) if a != b), None)
         if axis is None:
             return x
-        rows_V = np.moveaxis(np.asarray(x), axis, 0)[:own]
-        out_V = np.zeros((wanted[name].shape[axis], *rows_V.shape[1:]), rows_V.dtype)
-        out_V[: model.vocab_size] = rows_V.mean(axis=0, dtype=np.float32)
-        out_V[:own] = rows_V
+        rows_V = np.moveaxis(np.asarray(x), axis, 0)
+        out_V = np.zeros((wanted[name].shape[axis], *rows_V.shape[1:]), np.float32)
+        np.add.at(out_V, places, rows_V[flat])
+        made_V = out_V[: len(pieces)]
+        made_V /= np.maximum(lengths_V, 1).reshape(-1, *[1] * (rows_V.ndim - 1))
+        made_V[lengths_V == 0] = rows_V[:own].mean(axis=0, dtype=np.float32)
+        out_V = out_V.astype(rows_V.dtype)
         return np.moveaxis(out_V, 0, axis)
 
     return map_named(grown, params)
@@ -216,6 +263,15 @@ def tokenizer_name(config: Config) -> str:
     return config.default_tokenizer
 
 
+def check_old(config: Config, found: data.Tokenizer, wanted: data.Tokenizer) -> None:
+    """Raises ValueError where the text of --also-held-out has another tokenizer than --data."""
+    if found.fingerprint != wanted.fingerprint:
+        raise ValueError(
+            f"--also-held-out is {config.also_held_out}: it must have the tokenizer of --data "
+            f"{config.data}; give --tokenizer a file"
+        )
+
+
 def tokenizer_options(config: Config) -> dict[str, Any]:
     """The arguments of :func:`jaxtrain.data.open_data` that are the tokenizer."""
     return {"tokenizer": tokenizer_name(config), "kept": kept_file(config.run, TOKENIZER_FILE)}
@@ -259,8 +315,8 @@ def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
         preset = dataclasses.replace(config.models.PRESETS[config.model](), vocab_size=vocab_size)
     else:
         _check_source(config, vocab_size)
-        larger = {} if vocab_size <= source.model.vocab_size else {"vocab_size": vocab_size}
-        preset = dataclasses.replace(source.model, **larger)
+        size = max(vocab_size, source.model.vocab_size)
+        preset = dataclasses.replace(source.model, vocab_size=size)
     names = {field.name for field in dataclasses.fields(kind)} & vars(config).keys()
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if {"width", "heads"} & given.keys():
@@ -287,11 +343,11 @@ def _check_source(config: Config, vocab_size: int) -> None:
                 "leave one of them out"
             )
     model = config.source.model
-    if vocab_size > model.vocab_size and not _extends(config):
+    if vocab_size > model.vocab_size and None in (_tokenizer(config), config.source.tokenizer()):
         raise ValueError(
             f"the tokenizer has {vocab_size} tokens and the model in '{config.init_from}' "
-            f"{model.vocab_size}, and the former are not the latter and some more: give "
-            "--tokenizer the model's own tokenizer.json, or one made of it by adding tokens"
+            f"{model.vocab_size}: the rows of others are made of those of the model's own, so give "
+            "--tokenizer a tokenizer.json, and a model that has one"
         )
     if model.positions == "learned" and (config.seq_len or 0) > model.seq_len:
         raise ValueError(
@@ -300,13 +356,15 @@ def _check_source(config: Config, vocab_size: int) -> None:
         )
 
 
-def _extends(config: Config) -> bool:
-    """Whether the tokenizer has all tokens of what the run begins with, under the same ids."""
-    path, found = as_path(config.source.path) / TOKENIZER_FILE, _tokenizer(config)
-    if not exists(path) or not isinstance(found, data.SubwordTokenizer):
-        return False
-    own = data.SubwordTokenizer.load(path)
-    return own.vocabulary.items() <= found.vocabulary.items()
+def _pieces(config: Config, model: Any) -> list[Sequence[int]] | None:
+    """What the tokens of the config are made of, of those that the run begins with; None where they
+    are the same, or nothing says which those are."""
+    if getattr(model, "vocab_size", None) is None:
+        return None
+    found, source = _tokenizer(config), config.source
+    if found is None or (old := source.tokenizer()) is None:
+        return None
+    return pieces_of(old, found, source.model.vocab_size, model.vocab_size)
 
 
 def outline(
@@ -388,7 +446,7 @@ def of_layers(config: Any, model: Any) -> dict[str, Any]:
     module, source = config.models, config.source
     return {
         "init_fn": functools.partial(module.init, model),
-        "params": None if source is None else lambda: source.weights(model),
+        "params": None if source is None else lambda: source.weights(model, _pieces(config, model)),
         "loss_fn": None,
         "rules": Rules(module.RULES),
         "gathers_layers": True,
@@ -508,6 +566,12 @@ def write(
     else:
         write = compile_step(step, weights, batches[0], mesh=mesh, rules=rules, donate=False)
     return np.concatenate([write(weights, batch) for batch in batches])[: len(rows)]
+
+
+def until(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """The tokens before the end."""
+    ends = np.flatnonzero(tokens == eod)
+    return tokens[: ends[0]] if len(ends) else tokens
 
 
 def tuning_rates(rates: Mapping[str, float]) -> dict[str, float]:

@@ -26,7 +26,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import jaxtrain as jt
-from experiments import language
+from experiments import language, measures
+from experiments.measures import Measures
+from experiments.members import of_members
 from jaxtrain import data
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import Layout, PipelineLayout
@@ -84,6 +86,8 @@ class Config(language.Config):
 
     steps: int = 1600
     global_batch: int = 32
+    measures: Measures = ()
+    """Measures of what the trained model writes for held-out rows, which the conclusion has."""
     examples: int = 1000
     """Held-out rows that targets are written for when training is over; 0 writes none."""
     beams: int = 1
@@ -100,6 +104,11 @@ class Pair(NamedTuple):
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
     check_least(config, held_out_bytes=0, examples=0, beams=1)
+    if config.measures and (config.task == "spans" or not config.examples):
+        raise ValueError(
+            "--measures is given, and no targets are written: give --task rows, and --examples"
+        )
+    measures.check(config.measures)
     open_text = open_rows if config.task == "rows" else data.open_data
     options = language.tokenizer_options(config)
     text = open_text(config.data, field=config.field, **options)
@@ -114,11 +123,16 @@ def build(config: Config) -> jt.Experiment:
         "rows": (pair_rows, conclude_names),
     }[config.task]
     train, held_out, own = rows_of(config, model, text)
-    config = config.of_rows(train)
+    config, sets = config.of_rows(train), {"": held_out}
     step = outline(config, vocab_size=text.tokenizer.vocab_size)
     fingerprints = {"text": train.fingerprint, "held_out_text": held_out.fingerprint}
+    if (path := config.also_held_out) is not None:
+        old = open_text(path, field=config.field, **options)
+        language.check_old(config, old.tokenizer, text.tokenizer)
+        _, sets["old"], _ = rows_of(dataclasses.replace(config, data=path), model, old)
+        fingerprints["held_out_text.old"] = sets["old"].fingerprint
     return step.with_(
-        **config.batches_of(train, held_out),
+        **config.batches_of(train, sets),
         **language.of_text(config, step, text.tokenizer, fingerprints),
         facts=language.facts(config, model, own),
         conclude=functools.partial(conclude, config, model, text.tokenizer, train, held_out),
@@ -127,6 +141,10 @@ def build(config: Config) -> jt.Experiment:
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
+    return of_members(config, functools.partial(_outline, vocab_size=vocab_size))
+
+
+def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
     model = model_config(config, vocab_size or language.vocab_size(config))
     return language.outline(
         config,
@@ -215,7 +233,7 @@ def conclude_spans(
     parts = {
         "the text": shown["source"][shown["source_segments"] > 0][:-1],
         "the spans": shown["targets"][shown["mask"] > 0][:-1],
-        "it wrote": until(written, tokenizer.eod),
+        "it wrote": language.until(written, tokenizer.eod),
     }
     for name, tokens in parts.items():
         lines += ["", f"{name}:", "", *spelled(tokenizer, tokens, names).splitlines()]
@@ -346,7 +364,7 @@ def conclude_names(
         return []
     rows = data.spread(held_out, config.examples)
     written = write(config, model, state, rows, eod=tokenizer.eod)
-    texts = [spelled(tokenizer, until(tokens, tokenizer.eod), {}) for tokens in written]
+    texts = [spelled(tokenizer, language.until(tokens, tokenizer.eod), {}) for tokens in written]
     wanted = [pair.target for pair in data.spread(held_out.pairs, config.examples)]
     of_names = config.task == "name"
     parts_of = name_and_docstring if of_names else lambda target: (target, "")
@@ -363,7 +381,7 @@ def conclude_names(
         (f"always {': '.join(frequent)[:36]}", [frequent] * len(rows)),
     ):
         lines.append(f"  {told:<46} {score(found, map(parts_of, wanted))}")
-    lines += ["", "some of them:"]
+    lines += [*measures.lines(config.measures, texts, wanted), "", "some of them:"]
     for target, text in data.spread(list(zip(wanted, texts, strict=True)), 8):
         lines += ["", f"  it is     {target}", f"  it wrote  {text}"]
     return lines
@@ -408,12 +426,6 @@ def token_f1(found: str, wanted: str) -> float:
 def _words(text: str) -> collections.Counter:
     parts = re.findall(r"[A-Z]?[a-z]+|[A-Z]+|\d+", text)
     return collections.Counter(part.lower() for part in parts)
-
-
-def until(tokens: np.ndarray, eod: int) -> np.ndarray:
-    """The tokens before the end."""
-    ends = np.flatnonzero(tokens == eod)
-    return tokens[: ends[0]] if len(ends) else tokens
 
 
 def write(

@@ -125,9 +125,10 @@ def restore_evaluated(
     wanted, mesh = to_checkpoint(experiment, abstract), abstract.step.sharding.mesh
     base = lambda: to_checkpoint(experiment, make_state(experiment, mesh)).params  # noqa: E731
     params = reader.restore_params(wanted.params, step, base=base)
-    kept = {"model_state": wanted.model_state}
-    kept = kept if wanted.model_state is None else reader.restore_part(kept, step)
-    return TrainState(None, params, (), kept["model_state"], None, None, None)
+    kept = {name: getattr(wanted, name) for name in ("model_state", "method")}
+    there = {name: part for name, part in kept.items() if part is not None}
+    kept |= reader.restore_part(there, step) if there else {}
+    return TrainState(None, params, (), kept["model_state"], None, None, None, None, kept["method"])
 
 
 def compile_train(
@@ -331,17 +332,16 @@ def build_evaluation(
     It is pipelined where the train step is, unless the experiment has an ``eval_loss_fn``: in as
     many microbatches as the batch's rows allow, up to the train step's.
     """
-    laid = experiment.laid
+    laid, around = experiment.laid, experiment.method.evaluation
     given = {"policy": experiment.policy, "gather": laid.gather}
     if mesh.shape.get("pipe", 1) > 1 and laid.stages and laid.eval_loss_fn is None:
         options = _of_pipeline(experiment)
         rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
         shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
         options["microbatches"] = math.gcd(shared, options["microbatches"])
-        return pipeline_eval_step(laid.stages, mesh=mesh, **options, **given)
-    return build_eval_step(
-        laid.eval_loss_fn or laid.loss_fn, has_model_state=laid.has_model_state, **given
-    )
+        return around(pipeline_eval_step(laid.stages, mesh=mesh, **options, **given))
+    given["has_model_state"] = laid.has_model_state
+    return around(build_eval_step(laid.eval_loss_fn or laid.loss_fn, **given))
 
 
 def compile_eval(

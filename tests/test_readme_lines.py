@@ -53,7 +53,7 @@ SMALLER = {
     r"(-m|parity|compare) experiments\.(gpt|t5|bert) (?!.*(--data|--resume|--task))": TEXTS,
     r"-m experiments\.gpt\.generate": "--tokens 4",
     r"-m experiments\.finetune": "--global-batch 8",
-    r"experiments\.finetune .*(chat|pairs)\.jsonl": "--seq-len 128 --sample-tokens 4",
+    r"experiments\.finetune .*(chat|pairs|judged)\.jsonl": "--seq-len 128 --sample-tokens 4",
     r"-m experiments\.(bert|t5) (?!.*--init-from)": "--layers 2 --width 32 --tokenizer 300",
     r"-m experiments\.bert ": "--examples 2",
     r"-m experiments\.t5 ": "--examples 8",
@@ -136,7 +136,11 @@ def make_conversations():
     rows = [{"messages": [*said, said[0] | {"content": f"and {n}?"}, said[1]]} for n in range(90)]
     asked = [said[0] | {"content": f"{n}?"} for n in range(90)]
     pairs = [{"chosen": [one, said[1]], "rejected": [one, other]} for one in asked]
-    for name, lines in (("chat.jsonl", rows), ("pairs.jsonl", pairs)):
+    judged = [
+        {"prompt": one["content"], "completion": said[1]["content"], "label": n % 3 > 0}
+        for n, one in enumerate(asked)
+    ]
+    for name, lines in (("chat.jsonl", rows), ("pairs.jsonl", pairs), ("judged.jsonl", judged)):
         pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
 
 
@@ -170,7 +174,7 @@ MODELS = r"^(?!.*rows\.csv).*MODEL|PAIRS|runs/q?lora|from runs/pruned|run runs/t
 MADE = {
     r".": [make_texts],
     r"FOLDER|VIT": [make_images],
-    r"chat\.jsonl|pairs\.jsonl|PAIRS": [make_conversations],
+    r"chat\.jsonl|(pairs|judged)\.jsonl|PAIRS": [make_conversations],
     r"rows\.|names\.|questions\.": [make_rows],
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],

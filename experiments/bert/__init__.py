@@ -28,6 +28,7 @@ import jaxtrain as jt
 from experiments import language
 from experiments.bert import answers, classify, mask, tags
 from experiments.bert.common import FIRST, MASK, Text, row_length, special_id
+from experiments.members import of_members
 from jaxtrain import data
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host.least import check_least
@@ -99,21 +100,41 @@ def build(config: Config) -> jt.Experiment:
     tokenizer = open_tokenizer(config, split)
     model = model_config(config, tokenizer.vocab_size)
     text = task.text_of(config, model, split if sides is None else sides, tokenizer)
-    config = config.of_rows(text.train)
+    config, sets, prints = config.of_rows(text.train), {"": text.held_out}, dict(text.fingerprints)
+    if config.also_held_out is not None:
+        old = old_rows(config, model, tokenizer, text)
+        sets["old"], prints["held_out_text.old"] = old.held_out, old.prints[1]
     step = outline(config, vocab_size=tokenizer.vocab_size)
     told = special_tokens(config, tokenizer)
     told |= label_fields(text.classes) if text.classes else {}
     return step.with_(
-        **config.batches_of(text.train, text.held_out),
-        **language.of_text(config, step, tokenizer, text.fingerprints, special_tokens=told),
+        **config.batches_of(text.train, sets),
+        **language.of_text(config, step, tokenizer, prints, special_tokens=told),
         facts=language.facts(config, model, facts(config, text)),
         conclude=functools.partial(task.conclude, config, model, text),
         **text.more,
     )
 
 
+def old_rows(config: Config, model: EncoderConfig, tokenizer: Any, text: Text) -> Text:
+    """The text of --also-held-out, of the same task and classes."""
+    task = TASKS[config.task]
+    other, split, sides = task.open_rows(dataclasses.replace(config, data=config.also_held_out))
+    found = task.text_of(other, model, split if sides is None else sides, tokenizer)
+    if found.classes != text.classes:
+        raise ValueError(
+            f"--also-held-out is {config.also_held_out}: it has other classes than --data "
+            f"{config.data}; give rows of the same"
+        )
+    return found
+
+
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
+    return of_members(config, functools.partial(_outline, vocab_size=vocab_size))
+
+
+def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
     check_tokenizer(config)
     model = model_config(config, vocab_size or language.vocab_size(config, added=2))
     length = row_length(config, model)

@@ -20,7 +20,9 @@ import jax
 import numpy as np
 
 import jaxtrain as jt
-from experiments import language
+from experiments import language, measures
+from experiments.measures import Measures
+from experiments.members import of_members
 from jaxtrain import data
 from jaxtrain.data.taught import Taught, read_about
 from jaxtrain.finetune.change import apply
@@ -68,9 +70,6 @@ class Config(language.Config):
     distill: Distill = dataclasses.field(default_factory=Distill)
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
-    also_held_out: str | None = None
-    """Text as for --data, which is not trained on and of which the held-out loss is measured too,
-    as old/loss: what a model forgets that is tuned on other text."""
 
     steps: int = 250
     global_batch: int = 16
@@ -78,6 +77,10 @@ class Config(language.Config):
     """Tokens per row; left out, the preset's."""
     sample_tokens: int = 250
     """Length of the text written when training is over; 0 writes none."""
+    measures: Measures = ()
+    """Measures of what the trained model writes for held-out rows, which the conclusion has."""
+    measured_rows: int = 100
+    """Held-out conversations whose answers are written for --measures, at most."""
 
     @functools.cached_property
     def teacher(self) -> language.Source | None:
@@ -88,7 +91,8 @@ class Config(language.Config):
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
-    check_least(config, held_out_bytes=0, sample_tokens=0)
+    check_least(config, held_out_bytes=0, sample_tokens=0, measured_rows=1)
+    measures.check(config.measures)
     options = language.tokenizer_options(config)
     chat = config.chat_template or (config.source and config.source.path)
     text = data.open_data(config.data, field=config.field, chat=chat, **options)
@@ -113,6 +117,13 @@ def build(config: Config) -> jt.Experiment:
     held_out_rows = {
         name: data.pack(held_out, model.seq_len) for name, (_, held_out) in texts.items()
     }
+    if config.measures and not any(
+        each.counts is not None and not each.pairs for _, each in texts.values()
+    ):
+        raise ValueError(
+            f"--measures is given and --data {config.data} has no answers to compare with: give "
+            "conversations, such as rows of prompt and completion"
+        )
     old = old_text(config, text, chat) if config.also_held_out else {}
     held_out_rows |= {name: data.pack(each, model.seq_len) for name, (_, each) in old.items()}
     beginning = functools.partial(asked, texts, model.seq_len // 2)
@@ -138,7 +149,7 @@ def build(config: Config) -> jt.Experiment:
         conclude=functools.partial(conclude, config, model, tokenizer, texts | old),
         show=lambda state, means: (
             {"sample": "\n".join(sample(config, model, tokenizer, state, prompt=beginning()))}
-            if config.sample_tokens
+            if config.sample_tokens and model.head == "tokens"
             else {}
         ),
     )
@@ -146,6 +157,10 @@ def build(config: Config) -> jt.Experiment:
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
+    return of_members(config, functools.partial(_outline, vocab_size=vocab_size))
+
+
+def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
     model = model_config(config, vocab_size or language.vocab_size(config))
     pairs = data.holds_pairs(data.parse_data(config.data), config.field)
     tokens = config.global_batch * model.seq_len * (2 if pairs else 1)
@@ -167,10 +182,18 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
 
 
 def model_config(config: Config, vocab_size: int) -> decoder.DecoderConfig:
-    """The model: one from scratch has as many tokens, and rows of its tables, as its teacher."""
+    """The model: one from scratch has as many tokens, and rows of its tables, as its teacher; a
+    reward model has a head of its own."""
     own, teacher = {}, config.teacher and config.teacher.model
     if teacher and config.source is None and vocab_size <= teacher.vocab_size:
         own = {name: getattr(teacher, name) for name in ("vocab_size", "vocab_multiple")}
+    if config.preference.loss == "reward":
+        own["head"] = "score"
+    elif config.source is not None and config.source.model.head == "score":
+        raise ValueError(
+            f"--init-from is {config.init_from}: it is a reward model, which predicts no tokens; "
+            "give --preference.loss reward and preferences, or another model"
+        )
     return language.model_config(config, vocab_size, **own)
 
 
@@ -245,8 +268,7 @@ def old_text(
     told = f"--also-held-out is {config.also_held_out}: it must have"
     if list(own.found) != [""] or "old" in text.found:
         raise ValueError(f"{told} one source, and --data none of the name old; give those")
-    if own.tokenizer.fingerprint != text.tokenizer.fingerprint:
-        raise ValueError(f"{told} the tokenizer of --data {config.data}; make it with that")
+    language.check_old(config, own.tokenizer, text.tokenizer)
     corpora = own.stores[""].corpus(), own.held_out(config.held_out_bytes)[""]
     if corpora[0].pairs != next(iter(text.stores.values())).pairs:
         raise ValueError(
@@ -263,8 +285,17 @@ def of_preferences(
         raise ValueError("preferences refine a trained model: give it with --init-from")
     if model.z_loss:
         raise ValueError(f"--z-loss {model.z_loss} is not for preferences, whose loss has none")
-    log_probs = functools.partial(decoder.log_probs, model)
-    change = Preferences(log_probs, config.preference, frozen=experiment.task.freeze)
+    if (labels := data.holds_labels(data.parse_data(config.data), config.field)) != (
+        config.preference.loss == "kto_unpaired"
+    ):
+        has, mend = ("answers with labels", "") if labels else ("pairs", "another than ")
+        raise ValueError(
+            f"--preference.loss is {config.preference.loss} and --data has {has}: give "
+            f"{mend}kto_unpaired"
+        )
+    of_tokens = decoder.scores if model.head == "score" else decoder.log_probs
+    of_tokens = functools.partial(of_tokens, model)
+    change = Preferences(of_tokens, config.preference, frozen=experiment.task.freeze)
     batch = data.packed_shapes(config.global_batch, model.seq_len, pairs=True)
     # The loss is of a preference.
     return apply(experiment, change, batch=batch, derived=lambda means: {})
@@ -307,7 +338,11 @@ def conclude(
             f"{source}held-out loss {bits:.3f} bits per byte, which {verdict} the order-2 byte "
             f"model's {baseline:.3f} on the same {held_out.num_bytes:,} bytes"
         )
-    if config.sample_tokens:
+    for name, (_, held_out) in texts.items() if config.measures else ():
+        if held_out.counts is not None and not held_out.pairs:
+            found = answers(config, model, tokenizer, held_out, state)
+            lines += [f"{name}: " * bool(name) + x for x in measures.lines(config.measures, *found)]
+    if config.sample_tokens and model.head == "tokens":
         learned = {name: each for name, each in texts.items() if name != "old"}
         written = sample(config, model, tokenizer, state, prompt=asked(learned, model.seq_len // 2))
         lines += ["", "a sample it wrote:", "", *written]
@@ -332,6 +367,43 @@ def prompt_of(held_out: data.Corpus, longest: int) -> list[int]:
         if size <= longest:
             return document[:size].tolist()
     return []
+
+
+def answers(
+    config: Config,
+    model: decoder.DecoderConfig,
+    tokenizer: data.Tokenizer,
+    held_out: data.Corpus,
+    state: TrainState,
+) -> tuple[list[str], list[str]]:
+    """What the model answers to held-out prompts, taking the most probable token each time, and
+    what the text has there: the first answer of each conversation that fits."""
+    prompts, wanted = [], []
+    for index, start in enumerate(held_out.starts.tolist()):
+        document = held_out.document(index)
+        counts = held_out.counts[start : start + len(document)]
+        begin = int(np.argmax(counts))
+        end = begin + int(np.argmin(np.append(counts[begin:], 0)))
+        if begin and end <= model.seq_len:
+            prompts.append(document[:begin].tolist())
+            wanted.append(language.until(document[begin:end], tokenizer.eod))
+    chosen = data.spread(range(len(prompts)), config.measured_rows)
+    prompts, wanted = ([each[i] for i in chosen] for each in (prompts, wanted))
+    if not prompts:
+        raise ValueError("--measures is given, and no held-out answer fits a row: raise --seq-len")
+    written = language.write(
+        dataclasses.replace(model, vocab_size=tokenizer.vocab_size),
+        state.params,
+        prompts,
+        lengths=list(map(len, prompts)),
+        rules=Rules(decoder.RULES),
+        max_new_tokens=max(map(len, wanted)) + 1,
+        size=config.global_batch,
+        temperature=0.0,
+        eod=tokenizer.eod,
+    )
+    written = [language.until(each, tokenizer.eod) for each in written]
+    return [[tokenizer.decode(x).strip() for x in each] for each in (written, wanted)]
 
 
 def sample(

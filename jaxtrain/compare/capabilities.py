@@ -26,10 +26,12 @@ from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.distill import Distillation, StoredDistillation
-from jaxtrain.finetune.low_rank import LoRA
-from jaxtrain.finetune.preferences import Preferences
+from jaxtrain.finetune.low_rank import LoRA, Strengths
+from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
+from jaxtrain.loss import WeightedLoss
 from jaxtrain.methods.method import Method
+from jaxtrain.methods.population import Member, follow, populate
 from jaxtrain.models import decoder, encoder
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
@@ -227,11 +229,18 @@ def _multi_steps(experiment: Experiment) -> Experiment:
     )
 
 
-def _preferences(experiment: Experiment) -> Experiment:
+def _preferences(loss: str, experiment: Experiment) -> Experiment:
     """Every row is an answer that is preferred to another, of other bytes."""
     model = trained.read_model(experiment.metadata.config, where="compose")
-    log_probs, frozen = functools.partial(decoder.log_probs, model), experiment.task.freeze
-    experiment = apply(experiment, Preferences(log_probs, frozen=frozen))
+    of_tokens, frozen = decoder.log_probs, experiment.task.freeze
+    if loss == "reward":
+        model, of_tokens = dataclasses.replace(model, head="score"), decoder.scores
+        config = {**experiment.metadata.config, "model": dataclasses.asdict(model)}
+        init_fn = functools.partial(decoder.init, model)
+        own = {"stages": decoder.stages(model), "config": config}
+        experiment = experiment.with_(init_fn=init_fn, **own)
+    change = Preferences(functools.partial(of_tokens, model), Preference(loss), frozen=frozen)
+    experiment = apply(experiment, change)
     stages = experiment.task.stages
 
     def of_pairs(function: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -241,7 +250,10 @@ def _preferences(experiment: Experiment) -> Experiment:
             for name in ("tokens", "targets"):
                 batch[name] = batch[name].at[:, 1].add(128) % model.vocab_size
             batch["segments"] = jnp.ones_like(batch["segments"])
-            return function(*given[:place], batch, *given[place + 1 :])
+            found = function(*given[:place], batch, *given[place + 1 :])
+            # Means of scores of both signs are rounding, as a new head has them.
+            bare = loss == "reward" and isinstance(found, WeightedLoss)
+            return dataclasses.replace(found, metrics={}) if bare else found
 
         return paired
 
@@ -297,6 +309,14 @@ def _answered(experiment: Experiment) -> Experiment:
     return apply(experiment, StoredDistillation(head_loss))
 
 
+def _populated(experiment: Experiment) -> Experiment:
+    """Members of other ranks and seeds."""
+    rank = {n: apply(experiment, Strengths(rank=n, alpha=4.0)) for n in (2, 1)}
+    members = [Member(rank[n].laid.init_fn, seed, {}) for n, seed in ((2, 0), (1, 0), (2, 1))]
+    whole = rank[2].with_(optimizer=follow(rank[2].optimizer))
+    return populate(whole, members)
+
+
 def _with_head(head: str, experiment: Experiment) -> Experiment:
     """An encoder with a head for tags or spans, which are functions of its tokens."""
     config = experiment.metadata.config
@@ -332,8 +352,12 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("quantized kernels", change=_quantized, **names)
     names = {"called": "masked|rounded|kernel|freeze|frozen"}
     yield tune("masked and rounded kernels", change=_constrained, **names)
+    names = {"called": "population|member|method|lora|low.rank|kernel|freeze|frozen"}
+    yield tune("population of adapters", change=_populated, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
-    yield tune("preferences", change=_preferences, **names)
+    yield tune("preferences", change=functools.partial(_preferences, "dpo"), **names)
+    names["called"] += "|head"
+    yield tune("reward model", change=functools.partial(_preferences, "reward"), **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}
     yield tune("distillation", change=_distilled, **names)
     names = {"called": "distil|answers|losses? of their own", "module": "experiments.gpt"}

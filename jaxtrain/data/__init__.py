@@ -38,6 +38,7 @@ from jaxtrain.data.mixtures import Mixture as Mixture
 from jaxtrain.data.mixtures import TextData as TextData
 from jaxtrain.data.mixtures import conversations_in as conversations_in
 from jaxtrain.data.mixtures import first_texts as first_texts
+from jaxtrain.data.mixtures import holds_labels as holds_labels
 from jaxtrain.data.mixtures import holds_pairs as holds_pairs
 from jaxtrain.data.mixtures import open_data as open_data
 from jaxtrain.data.mixtures import open_tokenizer as open_tokenizer

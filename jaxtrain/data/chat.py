@@ -43,11 +43,12 @@ TEMPLATE, TOKENIZER_CONFIG = "chat_template.jinja", "tokenizer_config.json"
 # Which fields a record has, by the name of each form that it may be read by.
 FORMS = {
     "messages": {"messages"},
+    "label": {"prompt", "completion", "label"},
     "completion": {"prompt", "completion"},
     "chosen": {"chosen", "rejected"},
 }
 _ASKING = ("user", "system", "developer")
-FIELDS = ("messages", "prompt", "completion", "chosen", "rejected", "tools", "documents")
+FIELDS = ("messages", "prompt", "completion", "label", "chosen", "rejected", "tools", "documents")
 # Unicode's noncharacters, which no text has: where a span that counts begins and ends, and what
 # stands inside of a text that spells a special token.
 _BEGIN, _END, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -114,17 +115,20 @@ class ChatTemplate:
         *,
         field: str | None = None,
     ) -> list[Conversation]:
-        """Returns the conversation of a record; of a preference, the chosen and the rejected one.
+        """Returns the conversation of a record; of a preference, the chosen and the rejected one;
+        of one with a label, one of these and nothing in the place of the other.
 
         Of a preference, what the assistant says before the two differ does not count: such turns
         are part of the prompt.
 
         Args:
-          record: `messages`, or `prompt` and `completion`, or `chosen` and `rejected` with or
-            without a `prompt`. Each is a list of messages, or a string: what the user says in
-            `prompt`, else the assistant. `tools` and `documents` go to the template.
+          record: `messages`, or `prompt` and `completion`, perhaps with a `label` (whether the
+            answer is a good one), or `chosen` and `rejected` with or without a `prompt`. Each is a
+            list of messages, or a string: what the user says in `prompt`, else the assistant.
+            `tools` and `documents` go to the template.
           where: names the record in errors.
-          field: of a record that has several of `messages`, `completion` and `chosen`, which.
+          field: of a record that has several of `messages`, `completion` and `chosen`, which;
+            `completion` reads no label.
 
         Raises:
           ValueError: it is something else, the template fails, nothing of it counts (as where one
@@ -148,7 +152,10 @@ class ChatTemplate:
             if not found.counted:
                 raise ValueError(f"{where} has nothing of an assistant to learn from: drop it")
             rendered.append(found)
-        return rendered if len(rendered) == 1 else _without_prompt(*rendered, where)
+        if len(rendered) == 2:
+            return _without_prompt(*rendered, where)
+        has = {name for name in FIELDS if record.get(name) is not None}
+        return _labelled(rendered[0], record, where) if _form(has, field) == "label" else rendered
 
     def _marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         program, _ = _compiled(self.text)
@@ -340,6 +347,8 @@ def _messages_of(record: Mapping[str, Any], where: str, field: str | None) -> li
 
     has = {name for name in FIELDS if record.get(name) is not None}
     forms = forms_of(has)
+    if _form(has, field) == "label":
+        forms = ["label"]
     if not forms:
         raise ValueError(
             f"{where} has neither messages, nor prompt and completion, nor chosen and rejected; it "
@@ -353,7 +362,27 @@ def _messages_of(record: Mapping[str, Any], where: str, field: str | None) -> li
     form = field if field in forms else forms[0]
     if form == "messages":
         return [messages("messages")]
+    form = "completion" if form == "label" else form
     return [answered(name) for name in (("chosen", "rejected") if form == "chosen" else [form])]
+
+
+def _form(has: set[str], field: str | None) -> str | None:
+    """The form "label" of a record that has one and is not said to be read by another."""
+    said = field in FORMS and FORMS[field] <= has
+    others = {"messages", "chosen"} & set(forms_of(has))
+    return "label" if FORMS["label"] <= has and not others and not said else field
+
+
+def _labelled(answer: Conversation, record: Mapping[str, Any], where: str) -> list[Conversation]:
+    """An answer as one side of a preference, whose other side is empty."""
+    label = {"true": True, "false": False}.get(str(record["label"]).lower(), record["label"])
+    if label not in (True, False):
+        raise ValueError(f"{where} has the label {label!r}: give true or false")
+    empty = Conversation(answer.name, b"", (), ())
+    sides = (answer, empty) if label else (empty, answer)
+    return [
+        each._replace(side=side) for each, side in zip(sides, ("chosen", "rejected"), strict=True)
+    ]
 
 
 def _check_texts(messages: Messages) -> None:

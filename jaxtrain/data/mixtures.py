@@ -354,7 +354,7 @@ def holds_pairs(spec: DataSpec, field: str = "text") -> bool:
     pairs = {
         path: open_store(path).pairs
         if is_store(path)
-        else conversations_in(path, field) == "chosen"
+        else conversations_in(path, field) in ("chosen", "label")
         for path in spec.paths.values()
     }
     if len(set(pairs.values())) > 1:
@@ -363,6 +363,16 @@ def holds_pairs(spec: DataSpec, field: str = "text") -> bool:
         )
         raise ValueError(f"'{has}' holds preferences and '{has_not}' does not: give one kind")
     return any(pairs.values())
+
+
+def holds_labels(spec: DataSpec, field: str = "text") -> bool:
+    """Whether the sources hold answers with labels, without pairs."""
+    return any(
+        open_store(path).corpus().unpaired
+        if is_store(path)
+        else conversations_in(path, field) == "label"
+        for path in spec.paths.values()
+    )
 
 
 def open_tokenizer(

@@ -5,7 +5,8 @@ Shape legend: T tokens in a row.
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ class Corpus:
       fingerprint: a hash of the texts, whatever the tokenizer.
       counts: [N] uint8, 1 for a token that counts as a target; None where all do.
       pairs: whether it holds preferences: documents 2 i and 2 i + 1 are the chosen and the rejected
-        one of pair i.
+        one of pair i; of an answer with a label, one of the two is empty.
     """
 
     tokens: np.ndarray
@@ -38,6 +39,13 @@ class Corpus:
     def targets_count(self, start: int, stop: int) -> np.ndarray | int:
         """Returns which of the tokens from `start` to `stop` count as targets."""
         return 1 if self.counts is None else self.counts[start:stop]
+
+    @property
+    def unpaired(self) -> bool:
+        """Whether it holds answers with labels, by its first two documents."""
+        stop = self.starts[2] if len(self.starts) > 2 else len(self.tokens)
+        ends = [*self.starts[:2].tolist(), int(stop)]
+        return self.pairs and 1 in np.diff(ends)
 
     def document(self, index: int) -> np.ndarray:
         """Returns the tokens of a document, its end-of-document token last."""
@@ -211,7 +219,8 @@ class FittedTokens:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         row = range(len(self))[index]
         pieces = slice(*self._first[row : row + 2])
-        return _placed(self.corpus, self.seq_len, self._begin[pieces], self._length[pieces])
+        both = self._begin[pieces].tolist(), self._length[pieces].tolist()
+        return _placed(self.seq_len, [_window(self.corpus, *x) for x in zip(*both, strict=True)])
 
 
 class PairedTokens:
@@ -221,6 +230,9 @@ class PairedTokens:
     second. In both, segment s is of the same pair. The longer side of a pair is what has to fit; a
     pair of which it has more than T inputs is left out, for a part of a conversation says nothing
     of the whole.
+
+    Of an answer with a label, the other side is its prompt with the answer of the label before, by
+    which a loss may measure how far a policy is from its reference; ``mask`` is -1 there.
 
     Args:
       corpus: of preferences, from `tokenize` or a store.
@@ -250,6 +262,11 @@ class PairedTokens:
             raise ValueError(f"`seq_len` is {seq_len}; give at least 1")
         self.corpus, self.seq_len = corpus, seq_len
         inputs = (np.diff(corpus.starts, append=len(corpus.tokens)) - 1).reshape(-1, 2)
+        self._begin = np.asarray(corpus.starts).reshape(-1, 2)
+        self._prompts = _prompts(corpus, self._begin, inputs) if corpus.unpaired else None
+        if self._prompts is not None:  # what a side without an answer is made of
+            answers = inputs.max(axis=1) - self._prompts
+            inputs = np.where(inputs > 0, inputs, (self._prompts + np.roll(answers, 1))[:, None])
         longest = inputs.max(axis=1)
         fits = longest <= seq_len
         self.left_out = int((~fits).sum())
@@ -259,20 +276,36 @@ class PairedTokens:
                 f"needs {longest.min(initial=1 << 31)}"
             )
         order, self._first = _rows_of(longest[fits], seq_len)
-        self._begin = np.asarray(corpus.starts).reshape(-1, 2)[fits][order]
-        self._length = inputs[fits][order]
+        self._pair = np.flatnonzero(fits)[order]
+        self._begin, self._length = self._begin[self._pair], inputs[self._pair]
 
     def __len__(self) -> int:
         return len(self._first) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         row = range(len(self))[index]
-        pairs = slice(*self._first[row : row + 2])
+        pairs = range(*self._first[row : row + 2])
         sides = [
-            _placed(self.corpus, self.seq_len, self._begin[pairs, side], self._length[pairs, side])
-            for side in (0, 1)
+            _placed(self.seq_len, [self._side(pair, side) for pair in pairs]) for side in (0, 1)
         ]
         return {name: np.stack([side[name] for side in sides]) for name in sides[0]}
+
+    def _side(self, pair: int, side: int) -> tuple[np.ndarray, Any]:
+        """The tokens of a side, and which of their targets count."""
+        begin, length = int(self._begin[pair, side]), int(self._length[pair, side])
+        index = int(self._pair[pair])
+        if self._prompts is None or len(self.corpus.document(2 * index + side)) > 1:
+            return _window(self.corpus, begin, length)
+        before = (index - 1) % len(self._prompts)
+        (own, _), (tokens, counts) = map(self._answered, (index, before))
+        prompt, size = own[: self._prompts[index]], self._prompts[before]
+        counted = np.append(np.zeros(max(len(prompt) - 1, 0)), -1.0 * counts[size - 1 :])
+        return np.append(prompt, tokens[size:]), counted
+
+    def _answered(self, index: int) -> tuple[np.ndarray, Any]:
+        document = 2 * index + int(len(self.corpus.document(2 * index)) == 1)
+        length = len(self.corpus.document(document)) - 1
+        return _window(self.corpus, int(self.corpus.starts[document]), length)
 
 
 def pack(
@@ -284,22 +317,35 @@ def pack(
     return {"cut": PackedTokens, "fit": FittedTokens}[packing](corpus, seq_len)
 
 
-def _placed(
-    corpus: Corpus, seq_len: int, begins: np.ndarray, lengths: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Returns the row of some pieces of the corpus, one after the other, filled up with zeros."""
+def _window(corpus: Corpus, begin: int, count: int) -> tuple[np.ndarray, Any]:
+    """So many inputs and the target of the last, and which of the targets count."""
+    stop = begin + count + 1
+    return corpus.tokens[begin:stop], corpus.targets_count(begin + 1, stop)
+
+
+def _placed(seq_len: int, windows: Sequence[tuple[np.ndarray, Any]]) -> dict[str, np.ndarray]:
+    """Returns the row of some pieces, one after the other, filled up with zeros."""
     arrays = {
         name: np.zeros(seq_len, array.dtype) for name, array in packed_shapes(1, seq_len).items()
     }
     at = 0
-    for number, (begin, count) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True), 1):
-        window, place = corpus.tokens[begin : begin + count + 1], slice(at, at + count)
+    for number, (window, counts) in enumerate(windows, 1):
+        count = len(window) - 1
+        place = slice(at, at + count)
         arrays["tokens"][place], arrays["targets"][place] = window[:-1], window[1:]
-        arrays["mask"][place] = corpus.targets_count(begin + 1, begin + 1 + count)
+        arrays["mask"][place] = counts
         arrays["segments"][place] = number
         arrays["positions"][place] = np.arange(count)
         at += count
     return arrays
+
+
+def _prompts(corpus: Corpus, begin_N2: np.ndarray, inputs_N2: np.ndarray) -> np.ndarray:
+    """The tokens before the answer of each pair that has one."""
+    begins = begin_N2[np.arange(len(begin_N2)), inputs_N2.argmax(axis=1)].tolist()
+    stops = inputs_N2.max(axis=1).tolist()
+    counts = (corpus.counts[at : at + n + 1] for at, n in zip(begins, stops, strict=True))
+    return np.array([int(np.argmax(each)) for each in counts])
 
 
 def _rows_of(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

@@ -100,7 +100,7 @@ def _log_probs(
     """The log-probability of each target [B, T], and whether it is the most probable token."""
     x_BTD = decoder.embed(model, params, batch)
     x_BTD = run_layers(decoder.stages(model), params, x_BTD, batch, None)
-    return decoder.scores(model, params, x_BTD, batch)
+    return decoder.token_scores(model, params, x_BTD, batch)
 
 
 def windows(tokens: Sequence[int], *, longest: int, stride: int) -> Iterator[Row]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain.finetune.change import Change
 from jaxtrain.ops.linear import Dora, Kernel, LowRank, kernel_rules, low_rank, merge, norms
@@ -93,3 +94,17 @@ class LoRA(Change):
 
 def _is_added(x: Any) -> bool:
     return isinstance(x, LowRank)
+
+
+class Strengths(LoRA):
+    """The same with the scale of each addition as a leaf beside it, which is data to a program in
+    which several have others."""
+
+    def params(self, params: PyTree, rng: Any = None, stacked: Stack | None = None) -> PyTree:
+        def opened(x: Any) -> Any:
+            if not _is_added(x):
+                return x
+            factor = None if rng is None else jnp.full(x.a.shape[:-2], x.scale)
+            return dataclasses.replace(x, scale=1.0, factor=factor)
+
+        return jax.tree.map(opened, super().params(params, rng, stacked), is_leaf=_is_added)

@@ -11,13 +11,19 @@ q(y|x), and the log-probability per token l = log p(y|x) / n. The losses are
 ``kto``     1 - (sigmoid(beta (g_c - z_r)) + sigmoid(beta (z_c - g_r))) / 2; Ethayarajh et al. 2024,
             https://arxiv.org/abs/2402.01306. A reference point z is the mean gain of the answers of
             one side in a row, at least 0, without a gradient
+``kto_``    1 - sigmoid(beta (g - z)) of an answer with the label true, and gamma times
+``unpaired``  1 - sigmoid(beta (z - g)) of one with false. z is the mean gain of a row's prompts
+            with the answers of other prompts, at least 0, without a gradient
 ``simpo``   -log sigmoid(beta (l_c - l_r) - gamma); Meng et al. 2024,
             https://arxiv.org/abs/2405.14734
 ``orpo``    -l_c - beta log sigmoid(o_c - o_r), of log odds o = l - log(1 - exp(l)); Hong et al.
             2024, https://arxiv.org/abs/2403.07691
+``reward``  -log sigmoid(beta (s_c - s_r)); Bradley and Terry, as in Ouyang et al. 2022,
+            https://arxiv.org/abs/2203.02155. The score s is that of a reward model, at the last
+            token of an answer
 ==========  ========================================================================================
 
-The last two have no reference. The weight of a batch is the number of its pairs, and a pair's loss
+The last three have no reference. The weight of a batch is the number of its pairs, and a loss
 depends on its row alone, so that accumulation is exact however many pairs a row holds. A batch is
 one of :class:`jaxtrain.data.PairedTokens`: the arrays of packed text, [B, 2, T], chosen before
 rejected.
@@ -52,11 +58,13 @@ REFERENCE = "reference"
 
 
 class Answers(NamedTuple):
-    """Sums over the tokens of each answer of a batch, [B, 2, S]; in ``there`` [B, S] are pairs."""
+    """Sums over the tokens of each answer of a batch, [B, 2, S], and what its ``last`` token has;
+    in ``there`` [B, S] are pairs."""
 
     log_p: jax.Array
     gain: jax.Array
     length: jax.Array
+    last: jax.Array
     there: jax.Array
 
 
@@ -91,14 +99,39 @@ def _orpo(of: Answers, beta: float, gamma: float) -> tuple[jax.Array, jax.Array]
     return beta * jax.nn.softplus(-_margin(odds_B2S)) - mean_B2S[:, 0], beta * mean_B2S
 
 
+def _reward(of: Answers, beta: float, gamma: float) -> tuple[jax.Array, jax.Array]:
+    return jax.nn.softplus(-beta * _margin(of.last)), of.last
+
+
 def _margin(x_B2S: jax.Array) -> jax.Array:
     return x_B2S[:, 0] - x_B2S[:, 1]
+
+
+def _kto_unpaired(
+    of: Answers, of_others: Answers, beta: float, gamma: float
+) -> tuple[jax.Array, dict[str, Any]]:
+    """The loss [B, S] of the one answer that each pair has, and metrics."""
+    is_there_B2S, other_B2S = of.length > 0, (of_others.length > 0) & of.there[:, None]
+    z_B = jnp.where(other_B2S, of_others.gain, 0).sum((1, 2)) / jnp.maximum(
+        other_B2S.sum((1, 2)), 1
+    )
+    z_B11 = jax.lax.stop_gradient(jnp.maximum(z_B, 0))[:, None, None]
+    over_B2S = (of.gain - z_B11) * jnp.array([[1.0], [-1.0]])
+    losses_B2S = (1 - jax.nn.sigmoid(beta * over_B2S)) * jnp.array([[1.0], [gamma]])
+    total = lambda x_B2S: jnp.where(is_there_B2S, x_B2S, 0).sum((0, 2))  # noqa: E731
+    (chosen, rejected), counts_2 = total(beta * of.gain), total(1.0)
+    return jnp.where(is_there_B2S, losses_B2S, 0).sum(1), {
+        "accuracy": total(1.0 * (over_B2S > 0)).sum(),
+        "reference_point": (z_B11.sum(), jnp.float32(len(z_B))),
+        "reward_chosen": (chosen, counts_2[0]),
+        "reward_rejected": (rejected, counts_2[1]),
+    }
 
 
 class _Loss(NamedTuple):
     """A loss of pairs, ``(answers, beta, gamma) -> (losses [B, S], rewards [B, 2, S])``."""
 
-    of: Callable[[Answers, float, float], tuple[jax.Array, jax.Array]]
+    of: Callable[[Answers, float, float], tuple[jax.Array, jax.Array]] | None
     beta: float = 0.1
     gamma: float | None = None
     has_reference: bool = True
@@ -108,8 +141,10 @@ LOSSES = {
     "dpo": _Loss(_dpo),
     "ipo": _Loss(_ipo),
     "kto": _Loss(_kto),
+    "kto_unpaired": _Loss(None, gamma=1.0),
     "simpo": _Loss(_simpo, beta=2.0, gamma=1.0, has_reference=False),
     "orpo": _Loss(_orpo, has_reference=False),
+    "reward": _Loss(_reward, beta=1.0, has_reference=False),
 }
 
 
@@ -118,12 +153,15 @@ class Preference:
     """A loss of preferences, for data of pairs."""
 
     loss: Literal[tuple(LOSSES)] = "dpo"  # type: ignore[valid-type]
-    """The loss: of these simpo and orpo need no reference, which the others keep in memory."""
+    """The loss: of these simpo and orpo need no reference, which the others keep in memory; reward
+    trains a reward model, whose head scores a conversation."""
     beta: float | None = None
     """The strength with which the policy is held to its reference; of simpo the scale of rewards,
-    of orpo the weight of the odds. Left out, 0.1, or 2 for simpo."""
+    of orpo the weight of the odds, of reward that of the margin between two scores. Left out, 0.1,
+    or 2 for simpo and 1 for reward."""
     gamma: float | None = None
-    """The margin of simpo, by which a chosen answer is to be better; left out, 1."""
+    """The margin of simpo, by which a chosen answer is to be better; of kto_unpaired the weight of
+    an answer with the label false. Left out, 1."""
 
     @property
     def has_reference(self) -> bool:
@@ -140,7 +178,7 @@ class Preference:
         if not 0 < beta < math.inf:
             raise ValueError(f"`beta` is {beta}: give a number above 0")
         if self.gamma is not None and loss.gamma is None:
-            raise ValueError(f"`gamma` is {gamma}, and {self.loss} has no margin: leave it out")
+            raise ValueError(f"`gamma` is {gamma}, and {self.loss} has none: leave it out")
         return loss, beta, gamma or 0.0
 
 
@@ -154,7 +192,8 @@ def pair_loss(
     """Returns the loss of a batch of pairs, summed over them.
 
     Args:
-      log_p_B2T: log p of every target, in nats; read where the batch's mask is not 0.
+      log_p_B2T: log p of every target, in nats, read where the batch's mask is not 0; for the loss
+        ``reward`` the score of every token, read at the last one of each answer.
       batch: ``mask`` and ``segments``, [B, 2, T].
       how: which loss.
       reference: log q of every target, [B, 2, T], without a gradient; None for a loss without it.
@@ -162,7 +201,7 @@ def pair_loss(
     Returns:
       The loss, whose weight is the number of pairs, with metrics per pair: ``accuracy`` (1 where
       the reward of the chosen side is larger), ``margin`` (of the rewards) and ``reward_chosen``
-      and ``reward_rejected``: beta g, of ipo per token; without a reference beta l.
+      and ``reward_rejected``: beta g, of ipo per token; without a reference beta l, or the score.
 
     >>> batch = {"mask": jnp.ones((1, 2, 3)), "segments": jnp.array([[[1, 1, 0], [1, 0, 0]]])}
     >>> log_p = jnp.array([[[-1.0, -2, 9], [-5, 9, 9]]])
@@ -175,18 +214,29 @@ def pair_loss(
     segments_B2T = batch["segments"]
     T = segments_B2T.shape[-1]
 
-    def by_answer(x_B2T: jax.Array) -> jax.Array:
+    def by_answer(x_B2T: jax.Array, weight_B2T: jax.Array) -> jax.Array:
         add = lambda x_T, segments_T: jax.ops.segment_sum(x_T, segments_T, T + 1)  # noqa: E731
-        return jax.vmap(jax.vmap(add))(jnp.where(mask_B2T > 0, x_B2T, 0.0) * mask_B2T, segments_B2T)
+        x_B2T = jnp.where(weight_B2T > 0, x_B2T, 0.0) * weight_B2T
+        return jax.vmap(jax.vmap(add))(x_B2T, segments_B2T)
 
     gains_B2T = log_p_B2T
     if reference is not None:
         gains_B2T = log_p_B2T - jax.lax.stop_gradient(reference)
-    numbers_S, length_B2S = jnp.arange(T + 1), by_answer(jnp.ones_like(mask_B2T))
+    numbers_S = jnp.arange(T + 1)
     pairs_BS = (numbers_S > 0) & (numbers_S <= segments_B2T.max(axis=(1, 2))[:, None])
-    length_B2S = jnp.where(length_B2S > 0, length_B2S, 1.0)
-    answers = Answers(by_answer(log_p_B2T), by_answer(gains_B2T), length_B2S, pairs_BS)
-    losses_BS, rewards_B2S = loss.of(answers, beta, gamma)
+    ends_B2T = (jnp.diff(segments_B2T, append=0) != 0).astype(mask_B2T.dtype)
+
+    def sums(weight_B2T: jax.Array) -> Answers:
+        own = (by_answer(x, weight_B2T) for x in (log_p_B2T, gains_B2T, jnp.ones_like(mask_B2T)))
+        return Answers(*own, by_answer(log_p_B2T, ends_B2T), pairs_BS)
+
+    answers, weight = sums(mask_B2T), pairs_BS.sum().astype(mask_B2T.dtype)
+    if loss.of is None:
+        losses_BS, metrics = _kto_unpaired(answers, sums(-mask_B2T), beta, gamma)
+        metrics = jax.lax.stop_gradient(metrics)
+        return WeightedLoss(jnp.where(pairs_BS, losses_BS, 0.0).sum(), weight, metrics)
+    length_B2S = jnp.where(answers.length > 0, answers.length, 1.0)
+    losses_BS, rewards_B2S = loss.of(answers._replace(length=length_B2S), beta, gamma)
 
     def total(x_BS: jax.Array) -> jax.Array:
         return jnp.where(pairs_BS, x_BS, 0.0).sum()
@@ -198,7 +248,7 @@ def pair_loss(
         "reward_rejected": total(rewards_B2S[:, 1]),
     }
     metrics = jax.tree.map(jax.lax.stop_gradient, metrics)
-    return WeightedLoss(total(losses_BS), pairs_BS.sum().astype(losses_BS.dtype), metrics)
+    return WeightedLoss(total(losses_BS), weight, metrics)
 
 
 def preference_loss(
@@ -243,7 +293,8 @@ class Preferences(Change):
 
     Args:
       log_probs: ``(params, x, batch) -> [2 B, T]``, in place of the model's ``head_loss``: the
-        log-probability of every target, such as :func:`jaxtrain.models.decoder.log_probs`.
+        log-probability of every target, such as :func:`jaxtrain.models.decoder.log_probs`; for a
+        reward model its scores, :func:`jaxtrain.models.decoder.scores`.
       how: which loss.
       frozen: what does not train in the model as it is, as ``make_optimizer(freeze=)`` takes it;
         the reference has no copy of that. None is nothing.

@@ -53,6 +53,9 @@ class ExportOptions:
     adapter: bool = False
     """Write what a run with --lora.rank has added alone, as files that PEFT opens over the model
     that the run began from."""
+    member: int | None = None
+    """Number of a member, of a run of several (--population.size); default: the best in the
+    evaluation of the checkpoint."""
     onto: Literal["dequantized", "original"] = "dequantized"
     """Weights that additions to packed kernels (--quantize) are merged into: those that the run has
     computed with, or those of the model that it began from."""
@@ -113,14 +116,16 @@ def _export(options: ExportOptions) -> int:
     check_on_disk(options.out, "--out")
     if options.adapter:
         return _export_adapter(options)
-    model, params, tokenizer = trained.load(options.run, options.step)
+    model, params, tokenizer = trained.load(options.run, options.step, member=options.member)
     stored = trained.stored(options.run)
     text = options.compare_on and _tokens(options.compare_on, model, tokenizer)
     if options.onto == "original":
         if "quantized" not in stored:
             raise ValueError("--onto is original: the run has no packed kernels; leave it out")
         begun = _begun(stored["flags"]["init_from"])
-        params = merging.onto_original(trained.unmerged(options.run, options.step)[1], begun)
+        params = merging.onto_original(
+            trained.unmerged(options.run, options.step, member=options.member)[1], begun
+        )
     elif "quantized" in stored and "low_rank" not in stored:  # the codes that it has
         _, params = trained.unmerged(options.run, options.step)
     if context := stored.get("context"):
@@ -155,7 +160,7 @@ def _export(options: ExportOptions) -> int:
     )
     print(f"{options.out}: {weights.family_name(options.out)}, opened by transformers as it is")
     if text is not None:
-        own, before = trained.unmerged(options.run, options.step)
+        own, before = trained.unmerged(options.run, options.step, member=options.member)
         written = weights.load(weights.open_weights(options.out, own))
         nats, count = merging.divergence(own, before, written, text)
         print(
@@ -183,7 +188,7 @@ def _begun(source: str) -> Mapping[str, Any]:
 
 
 def _export_adapter(options: ExportOptions) -> int:
-    model, kernels = trained.additions(options.run, options.step)
+    model, kernels = trained.additions(options.run, options.step, member=options.member)
     stored = trained.stored(options.run)
     names = {"family": options.family or stored.get("family"), "form": stored.get("form")}
     base = stored.get("flags", {}).get("init_from")

@@ -1,6 +1,7 @@
 """The families of decoders: GPT-2, Llama, Mistral, Qwen and Gemma."""
 
 import dataclasses
+import re
 from typing import Any
 
 from jaxtrain.hf import positions
@@ -226,4 +227,30 @@ GEMMA3 = dataclasses.replace(
     ),
 )
 
-DECODERS = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
+
+def _with_scores(family: Family) -> Family:
+    """Returns the family with its reward models: sequence classifiers of one label."""
+    kind = re.sub("(ForCausalLM|LMHeadModel)$", "", family.architecture)
+    kind += "Text" if family.name == "gemma3_text" else ""
+    scoring = f"{kind}ForSequenceClassification"
+
+    def read(theirs: dict[str, Any]) -> dict[str, Any]:
+        head = {"head": "tokens"}
+        if (theirs.get("architectures") or [""])[0] == scoring:
+            labels, number = theirs.get("id2label"), theirs.pop("num_labels", None)
+            if (number := len(labels) if labels else number or 2) != 1:
+                raise ValueError(f"{scoring} has {number} labels: only one, a score, is known here")
+            head = {"head": "score"}
+        return family.read(theirs) | head
+
+    def write(config: DecoderConfig) -> dict[str, Any]:
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        scores = {"architectures": [scoring], **labels} if config.head == "score" else {}
+        return family.write(config) | scores
+
+    rows = (*family.rows, Row("head/score/kernel", "score.weight", T))
+    own = {"rows": rows, "others": (scoring,), "heads": r"^(lm_head|score)\."}
+    return dataclasses.replace(family, read=read, write=write, **own)
+
+
+DECODERS = tuple(map(_with_scores, (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)))

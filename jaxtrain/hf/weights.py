@@ -171,7 +171,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
 
     found = map_named(weight, shapes)  # None is no leaf
     for copy, original in _copies(family, rows).items():
-        if copy in tensors:
+        if copy in tensors and copy not in others:
             _check_tied(folder, family, tensors, copy, original)
             used.add(copy)
     unread = f"{family.buffers}|{family.heads}" if new_head else family.buffers

@@ -14,15 +14,18 @@ Step = Callable[[TrainState, PyTree], tuple[TrainState, Any]]
 class Method:
     """What happens around train steps: one function around each, and one before the first.
 
-    Both are pure, and are traced with the step for its mesh; checkpoints, ``plan`` and ``parity``
+    They are pure, and are traced with the step for its mesh; checkpoints, ``plan`` and ``parity``
     take the state as it comes. Whatever a method does, ``params`` and ``model_state`` of the state
-    are what is evaluated, exported and sampled.
+    are what is evaluated, exported and sampled, unless it says more by the last two functions.
 
     Args:
       step: ``step -> step``, applied to the train step before it is compiled.
       start: ``state -> state``, applied once to the state in which training begins. It may keep
         more in ``TrainState.method``, whose leaves that end in a parameter's path lie on devices as
         that does, and move there what it makes needless elsewhere.
+      evaluation: ``step -> step``, applied to the evaluation of a batch before it is compiled.
+      shown: ``(state, means) -> (state, means, lines)``, what a run is concluded from by its last
+        evaluation, and lines to print before.
 
     >>> import jax, optax
     >>> def averaging(step):
@@ -36,3 +39,5 @@ class Method:
 
     step: Callable[[Step], Step] = lambda step: step
     start: Callable[[TrainState], TrainState] | None = None
+    evaluation: Callable[[Callable], Callable] = lambda step: step
+    shown: Callable[..., tuple[TrainState, Any, list[str]]] = lambda *found: (*found, [])

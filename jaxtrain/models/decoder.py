@@ -25,6 +25,7 @@ from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
 from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields, check_positive, keys_seen
 from jaxtrain.ops import losses
+from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop, soft_cap
 from jaxtrain.ops.rotary import LinearScaling
 from jaxtrain.sharding.placement import pin_residual
@@ -52,6 +53,7 @@ RULES = OptionalRules(
         (r"^blocks/norm_(attn|mlp)(_out)?/(scale|bias)$", ("layers", None)),
         (r"^final_norm/(scale|bias)$", (None,)),
         (r"^head/kernel$", ("embed", "vocab")),
+        (r"^head/score/kernel$", (None, None)),  # whole on purpose: it is one output
     )
 )
 
@@ -66,6 +68,8 @@ class DecoderConfig(TokenFields):
       norm_position: ``pre``, or ``sandwich`` as in Gemma 2 and 3; see :class:`BlockConfig`.
       embed_scale: embeddings of tokens are multiplied by sqrt(width), rounded to their dtype.
       tied: the output projection is the transposed token table.
+      head: what the model predicts: ``tokens``, or a ``score``, the number that a reward model
+        gives a text at its last token, and then no tokens.
       logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
@@ -82,6 +86,7 @@ class DecoderConfig(TokenFields):
     norm_position: Literal["pre", "sandwich"] = "pre"
     embed_scale: bool = False
     tied: bool = True
+    head: Literal["tokens", "score"] = "tokens"
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
@@ -221,6 +226,7 @@ def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
     (3, 8, 8)
     """
     head = None if config.tied else layers.Head
+    head = layers.ScoreHead if config.head == "score" else head
     return layers.draw(config, rng, embed=layers.Embed, head=head)
 
 
@@ -294,10 +300,10 @@ def head_loss(
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
     """Last stage of losses that are no sum over tokens: the log-probability of each of the batch's
     ``targets``, [B, T]; other arguments are those of :func:`head_loss`."""
-    return scores(config, params, x_BTD, batch)[0]
+    return token_scores(config, params, x_BTD, batch)[0]
 
 
-def scores(
+def token_scores(
     config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:
     """As :func:`log_probs`, and whether each target is the most probable token."""
@@ -309,6 +315,14 @@ def scores(
         softcap=config.logit_softcap,
         chunk=config.loss_chunk,
     )
+
+
+def scores(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
+    """Last stage of a reward model: the float32 score of each token, [B, T]; that of a text is its
+    last token's. Arguments are those of :func:`head_loss`."""
+    x_BTD = _final_norm(config, params, x_BTD)
+    kernel_D1 = params["head"]["score"]["kernel"]
+    return matmul_float32(x_BTD.reshape(-1, config.width), kernel_D1).reshape(x_BTD.shape[:2])
 
 
 def distillation_loss(
@@ -407,7 +421,8 @@ def flops_per_token(config: DecoderConfig) -> int:
     855166464
     """
     lookups = config.seq_len * config.width if config.positions == "learned" else 0
-    lookups += 0 if config.tied else config.vocab_size * config.width
+    tied = config.tied and config.head == "tokens"
+    lookups += 0 if tied else config.vocab_size * config.width
     attend = 12 * config.heads * config.block.head_dim * keys_seen(config, config.seq_len)
     return 6 * (parameter_count(config) - lookups) + attend
 

@@ -459,6 +459,13 @@ class Head(nnx.Module):
         self.kernel = nnx.Param(jnp.where(is_token, kernel_DV, 0.0))
 
 
+class ScoreHead(nnx.Module):
+    """A reward model's projection [D, 1]."""
+
+    def __init__(self, config: TokenFields, *, rngs: nnx.Rngs) -> None:
+        self.score = dense(config.width, 1, rngs, bias=False)
+
+
 def token_loss(
     config: TokenFields,
     x_BTD: jax.Array,
@@ -491,7 +498,13 @@ def token_logits(
 
 
 def head_kernel(config: Any, params: Mapping[str, Any]) -> Any:
-    """The output projection [D, V]: the transposed token table, or a model's own."""
+    """The output projection [D, V]: the transposed token table, or a model's own. Raises ValueError
+    for a reward model, which predicts no tokens."""
+    if getattr(config, "head", None) == "score":
+        raise ValueError(
+            "head is 'score': a reward model predicts no tokens; take its scores, or a model with "
+            "head='tokens'"
+        )
     return params["embed"]["tokens"].T if config.tied else params["head"]["kernel"]
 
 

@@ -79,6 +79,7 @@ class LowRank:
       base: [..., D, F], an array or another kernel.
       a, b: [..., D, R] and [..., R, F]: the transposes of PEFT's ``lora_A`` and ``lora_B``.
       scale: PEFT's ``lora_alpha / r``.
+      factor: [...], what multiplies the scale, of programs to which that is data; None for 1.
 
     >>> kernel = LowRank(jnp.eye(2), jnp.ones((2, 1)), jnp.ones((1, 2)), scale=0.5)
     >>> matmul(jnp.ones((1, 2)), kernel)
@@ -89,28 +90,35 @@ class LowRank:
     a: jax.Array
     b: jax.Array
     scale: float = dataclasses.field(metadata={"static": True})
+    factor: jax.Array | None = None
+
+    @property
+    def strength(self) -> Any:
+        """The scale, and the factor where there is one; [...] or a number."""
+        return self.scale if self.factor is None else self.scale * self.factor
 
     def multiply(self, x: jax.Array, product: Product) -> jax.Array:
         y = product(x, self.base)
         # Small, so gathered first: XLA's partitioner would permute them among all devices within a
         # branch of a pipeline that not all take, and those that do would wait for ever.
         a, b = (constrain(part, None, None) for part in (self.a, self.b))
-        low_NR = (self.scale * product(x, a)).astype(b.dtype)
+        low_NR = (self.strength * product(x, a)).astype(b.dtype)
         return y + matmul_float32(low_NR, b).astype(y.dtype)
 
     def axes(self, axes: Axes) -> Mapping[str, Axes]:
         *lead, inputs, outputs = axes
-        return {"base": axes, "a": (*lead, inputs, None), "b": (*lead, None, outputs)}
+        parts = {"base": axes, "a": (*lead, inputs, None), "b": (*lead, None, outputs)}
+        return parts if self.factor is None else parts | {"factor": tuple(lead)}
 
     def merged(self) -> jax.Array:
         base = merge(self.base)
         a, b = (x.astype(wide(x.dtype)) for x in (self.a, self.b))
-        return (base + self.scale * (a @ b)).astype(base.dtype)
+        return (base + jnp.expand_dims(self.strength, (-1, -2)) * (a @ b)).astype(base.dtype)
 
     @property
     def T(self) -> "LowRank":
         """The transpose: a tied head is that of the token table."""
-        return LowRank(self.base.T, self.b.T, self.a.T, self.scale)
+        return LowRank(self.base.T, self.b.T, self.a.T, self.scale, self.factor)
 
 
 @jax.tree_util.register_dataclass
@@ -135,8 +143,8 @@ class Dora:
         a, b = (constrain(part, None, None) for part in (low.a, low.b))
         squares_F = jnp.square(merge(low.base).astype(wide(a.dtype))).sum(0)
         # |W + s a b|^2 without its D F numbers.
-        mixed_RF = 2 * matmul_float32(a.T, low.base) + low.scale * matmul_float32(a.T @ a, b)
-        squares_F += low.scale * (b * mixed_RF).sum(0)
+        mixed_RF = 2 * matmul_float32(a.T, low.base) + low.strength * matmul_float32(a.T @ a, b)
+        squares_F += low.strength * (b * mixed_RF).sum(0)
         return (y * (self.magnitude / jnp.sqrt(squares_F))).astype(y.dtype)
 
     def axes(self, axes: Axes) -> Mapping[str, Axes]:

@@ -146,12 +146,11 @@ class Config:
         if "optimizer" not in given:
             sure = given.get("stages") is not None
 
-            def optimizer_of(stack: Stack) -> Any:
+            def optimizer_of(stack: Stack, **numbers: Any) -> Any:
                 found = lambda params: stack.axes if sure or stack.fits(params) else ()  # noqa: E731
                 rows = {"global_batch": self.global_batch, "default_rates": rates}
-                return options.make_optimizer(
-                    self.optimizer, steps=self.steps, stacked=found, **rows
-                )
+                chosen = dataclasses.replace(self.optimizer, **numbers)
+                return options.make_optimizer(chosen, steps=self.steps, stacked=found, **rows)
 
             given["optimizer"] = optimizer_of
         if self.gradients == "int8":

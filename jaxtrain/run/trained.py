@@ -16,6 +16,7 @@ from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
+from jaxtrain.methods.population import BEST
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
 from jaxtrain.ops.linear import Dora, LowRank, merge
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
@@ -24,7 +25,7 @@ from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.state import shapes_on
-from jaxtrain.tree import is_a, map_kind, path_name
+from jaxtrain.tree import combine, is_a, map_kind, map_named, named_leaves, partition, path_name
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
@@ -43,7 +44,7 @@ Model = decoder.DecoderConfig | encoder.EncoderConfig | encoder_decoder.T5Config
 
 
 def load(
-    run: str, step: int | None = None, *, mesh: Mesh | None = None
+    run: str, step: int | None = None, *, mesh: Mesh | None = None, member: int | None = None
 ) -> tuple[Model, dict, data.Tokenizer | None]:
     """Reads a run's model, parameters and tokenizer, which a model of images has not. What LoRA has
     added is merged, and packed kernels are made dense. Raises FileNotFoundError where there is no
@@ -51,10 +52,11 @@ def load(
 
     Args:
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
+      member: of a population, which; None for the best in the evaluation of the checkpoint.
     """
     with open_checkpoints(run) as checkpoints:
         step = checkpoints.best_step() if step is None else step
-        stored = checkpoints.config(step)
+        stored, member = _member(checkpoints, step, member)
         model, module, change, shapes = _shapes_of(checkpoints, stored)
         places = None
         if mesh is not None:
@@ -62,7 +64,7 @@ def load(
             places = param_shardings(plain, mesh, rules)
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
-        params = checkpoints.restore_params(shapes, step)
+        params = _read(checkpoints, shapes, step, member, change)
     if stored.keys() & {"low_rank", "quantized", "constrained"}:
         params = jax.jit(merge, out_shardings=places)(params)
     if module is vit:
@@ -73,21 +75,25 @@ def load(
     return model, params, data.SubwordTokenizer.load(as_path(run) / TOKENIZER_FILE)
 
 
-def unmerged(run: str, step: int | None = None) -> tuple[Model, dict]:
+def unmerged(run: str, step: int | None = None, *, member: int | None = None) -> tuple[Model, dict]:
     """Reads a run's model and its parameters as they were trained: additions by themselves, and
-    kernels packed that were. Raises as :func:`load` does."""
+    kernels packed that were. Arguments and errors are those of :func:`load`."""
     with open_checkpoints(run) as checkpoints:
         step = checkpoints.best_step() if step is None else step
-        model, _, _, shapes = _shapes_of(checkpoints, checkpoints.config(step))
-        return model, checkpoints.restore_params(shapes, step)
+        stored, member = _member(checkpoints, step, member)
+        model, _, change, shapes = _shapes_of(checkpoints, stored)
+        return model, _read(checkpoints, shapes, step, member, change)
 
 
-def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRank | Dora]]:
+def additions(
+    run: str, step: int | None = None, *, member: int | None = None
+) -> tuple[Model, dict[str, LowRank | Dora]]:
     """Reads what LoRA has added to a run's model: its kernels by path, without their bases, which a
     checkpoint may lack. Raises ValueError where it has added nothing, or more has been trained."""
     with open_checkpoints(run) as checkpoints:
         step = checkpoints.best_step() if step is None else step
-        model, _, change, shapes = _shapes_of(checkpoints, checkpoints.config(step))
+        stored, member = _member(checkpoints, step, member)
+        model, _, change, shapes = _shapes_of(checkpoints, stored)
         if change.rank is None or change.train:
             more = f"has trained {change.train[0]!r} too" if change.train else "has no additions"
             raise ValueError(f"the run in '{run}' {more}: export it without --adapter")
@@ -95,7 +101,48 @@ def additions(run: str, step: int | None = None) -> tuple[Model, dict[str, LowRa
         found = map_kind(LowRank, lambda x: dataclasses.replace(x, base=None), shapes)
         found = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_kernel)
         kernels = {path_name(path): x for path, x in found if is_kernel(x)}
-        return model, checkpoints.restore_params(kernels, step)
+        return model, _read(checkpoints, kernels, step, member, change)
+
+
+def _member(
+    checkpoints: Checkpointer, step: int, member: int | None
+) -> tuple[Mapping[str, Any], int | None]:
+    """The config of a checkpoint and, of a population, the number of a member, as whose training
+    alone the config then is."""
+    stored = dict(checkpoints.config(step))
+    if (population := stored.pop("population", None)) is None:
+        if member is not None:
+            raise ValueError(f"`member` is {member}: the run has no population; leave it out")
+        return stored, None
+    members = population["members"]
+    best = checkpoints.metrics(step).get(f"eval/{population['set']}{BEST}")
+    if member is None and best is None:
+        raise ValueError(
+            f"the run has {len(members)} members, and no evaluation of checkpoint {step} says "
+            "which is the best: give `member`"
+        )
+    member = int(best) if member is None else member
+    if not 0 <= member < len(members):
+        raise ValueError(f"`member` is {member}: give one from 0 to {len(members) - 1}")
+    own = {n: members[member][f"lora.{n}"] for n in ("rank", "alpha") if f"lora.{n}" in members[0]}
+    return stored | {"low_rank": stored["low_rank"] | own}, member
+
+
+def _read(
+    checkpoints: Checkpointer, shapes: Any, step: int, member: int | None, change: LoRA
+) -> Any:
+    """Reads parameters of a checkpoint: of a member, its own from those of all."""
+    if member is None:
+        return checkpoints.restore_params(shapes, step)
+    still = named_leaves(change.freeze(shapes))
+    own, rest = partition(lambda name, _: not still[name], shapes)
+    wide, at = checkpoints.shapes(step), "method/members/params"
+    abstract = map_named(lambda n, x: jax.ShapeDtypeStruct(wide[f"{at}/{n}"], x.dtype), own)
+    found = checkpoints.restore_part({"method": {"members": {"params": abstract}}}, step)
+    found = found["method"]["members"]["params"]
+    mine = jax.tree.map(lambda x, of: x[member][tuple(map(slice, of.shape))], found, own)
+    mine = jax.tree.map(lambda x, of: jax.device_put(x, getattr(of, "sharding", None)), mine, own)
+    return combine(mine, checkpoints.restore_params(rest, step))
 
 
 def _shapes_of(

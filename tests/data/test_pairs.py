@@ -176,3 +176,24 @@ def test_pairs_and_single_conversations_are_kept_apart(tmp_path, monkeypatch):
             data.write_store(split, BYTES, tmp_path / f"store{size}")
         with pytest.raises(ValueError, match=r"is not complete|is no token store"):
             data.open_store(tmp_path / f"store{size}")
+
+
+def test_answers_with_labels_have_the_answer_before_beside_them(tmp_path):
+    records = [("aa", "bcd", True), ("e", "fg", False), ("hij", "k", "true")]
+    records = [dict(zip(("prompt", "completion", "label"), each, strict=True)) for each in records]
+    documents = [side for each in records for side in PLAIN.conversations("", each)]
+    made = data.write_store(data.Split(documents, documents), BYTES, tmp_path / "store")
+    assert data.holds_labels(data.parse_data(str(tmp_path / "store")))
+    for corpus in (tokenize(documents, BYTES), made.corpus(), made.held_out(99)):
+        assert corpus.unpaired
+        (row,) = PairedTokens(corpus, 14)
+        found = [BYTES.decode(side) for side in row["tokens"]]
+        assert found == ["aabcdhijkebcd\0", "aakhijfgefg\0\0\0"]
+        assert row["mask"].tolist() == [
+            [0, 1, 1, 1, 1, 0, 0, 1, 1, -1, -1, -1, -1, 0],
+            [0, -1, -1, 0, 0, -1, -1, -1, 1, 1, 1, 0, 0, 0],
+        ]
+    both = {"prompt": "a", "completion": "b", "label": True}
+    assert len(PLAIN.conversations("", both, field="completion")) == 1
+    with pytest.raises(ValueError, match="has the label 'good': give true or false"):
+        PLAIN.conversations("", both | {"label": "good"})

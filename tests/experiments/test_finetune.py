@@ -14,6 +14,7 @@ from jaxtrain import cli, data, hf
 from jaxtrain.build import rows_of
 from jaxtrain.data.chat import load_template
 from jaxtrain.data.store import source_of
+from jaxtrain.finetune.preferences import Preference
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
 from jaxtrain.run import trained
 from jaxtrain.run.main import load_config
@@ -42,6 +43,7 @@ ROWS = {
     "chat.jsonl": [{"messages": [*ASKED, SAID]}],
     "asked.jsonl": [{"prompt": "1 + 1?", "completion": "2"}],
     "pairs.jsonl": [{"chosen": [*ASKED, SAID], "rejected": [*ASKED, WRONG]}],
+    "judged.jsonl": [{"prompt": "1 + 1?", "completion": "2", "label": True}],
     "labelled.csv": [{"text": "one", "label": "few"}],
     "named.jsonl": [{"sentence": "one", "label": "few"}],
     "sources.jsonl": [{"source": "one", "target": "eins"}],
@@ -77,6 +79,14 @@ def chosen(made, form, name, *flags):
         ("decoder", "chat.jsonl", [], "gpt", {"packing": "fit", "seq_len": 64}, ("adamw", 2e-5)),
         ("decoder", "asked.jsonl", ["--lora.rank", "2"], "gpt", {}, ("adamw", 2e-4)),
         ("decoder", "pairs.jsonl", [], "gpt", {"packing": "fit"}, ("adamw", 1e-6)),
+        (
+            "decoder",
+            "judged.jsonl",
+            [],
+            "gpt",
+            {"preference": Preference("kto_unpaired")},
+            ("adamw", 1e-6),
+        ),
         ("decoder", "pairs.jsonl", ["--adapter=A"], "gpt", {}, ("adamw", 1e-5)),
         ("decoder", "texts.jsonl", ["--optimizer.name", "lion"], "gpt", {}, ("adamw", None)),
         (

@@ -20,7 +20,7 @@ from experiments.gpt import (
     outline,
 )
 from experiments.language import model_config
-from jaxtrain import data, hf
+from jaxtrain import cli, data, hf
 from jaxtrain.data.chat import Conversation
 from jaxtrain.models import decoder
 from jaxtrain.run.checkpoints.checkpointer import digest
@@ -405,10 +405,23 @@ def test_preferences_refine_what_a_run_begins_with(tmp_path, capsys):
     assert not [name for line in log for name in line if "perplexity" in name]
     generate.main(["--run", str(run), "--prompt", "7?", "--tokens", "3"])
     assert capsys.readouterr().out.startswith("7?")
+    scored = tmp_path / "scored"
+    more = [*more[:-1], "--preference.loss", "reward", "--steps", "20", "--eval-every", "20"]
+    main(Config, build, [*flags, *begin, *more, "--run-dir", str(scored)])
+    log = [json.loads(line) for line in (scored / "log.jsonl").read_text().splitlines()]
+    found = [line["eval/accuracy"] for line in log if "eval/accuracy" in line]
+    assert found[-1] > 0.9 > found[0]
+    cli.main(["hf", "export", "--run", str(scored), "--out", str(tmp_path / "out")])
+    assert hf.read_config(tmp_path / "out").head == "score"
+    again = [*flags, "--init-from", str(tmp_path / "out")]
+    experiment = outline(parse(Config, [*again, "--preference.loss", "reward"]))
+    assert "head" in experiment.task.params()  # the head goes on where it was
+    with pytest.raises(ValueError, match="it is a reward model, which predicts no tokens"):
+        outline(parse(Config, again))
     for given, message in (
         (flags, "preferences refine a trained model: .* --init-from"),
         ([*flags, *begin, "--preference.beta", "0"], "`beta` is 0.0: give a number above 0"),
-        ([*flags, *begin, "--preference.gamma", "1"], "`gamma` is 1.0, and dpo has no margin"),
+        ([*flags, *begin, "--preference.gamma", "1"], "`gamma` is 1.0, and dpo has none"),
         ([*flags, *begin, "--z-loss", "0.1"], "--z-loss 0.1 is not for preferences"),
         ([*begin, "--tokenizer", "bytes", "--preference.beta", "1"], "--data has none"),
     ):

@@ -35,6 +35,7 @@ MODEL = decoder.DecoderConfig(vocab_size=257, seq_len=T, layers=2, width=16, hea
 LOG_PROBS = functools.partial(decoder.log_probs, MODEL)
 HOW = {name: preferences.Preference(name, BETA) for name in preferences.LOSSES}
 DPO = preferences.Preferences(LOG_PROBS, HOW["dpo"])
+PAIRED = [name for name in HOW if name != "kto_unpaired"]
 
 
 def definition(policy, reference, beta):
@@ -50,6 +51,8 @@ def of_trl(name, policy, reference, length, beta, gamma):
     import torch
     from torch.nn.functional import logsigmoid
 
+    if name == "reward":  # of the last tokens' scores
+        return -logsigmoid(beta * (policy[:, 0] - policy[:, 1])), policy
     if name in ("ipo", "simpo", "orpo"):
         policy, reference = policy / length, reference / length
     (chosen, rejected), (was_chosen, was_rejected) = policy.T, reference.T
@@ -71,6 +74,18 @@ def of_trl(name, policy, reference, length, beta, gamma):
         torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected))
     )
     return -chosen - beta * logsigmoid(log_odds), rewards
+
+
+@functools.cache
+def labelled():
+    """Answers with labels, of which a row holds several, and a batch."""
+    r, plain, documents = np.random.default_rng(4), data.ChatTemplate(TEMPLATES["plain"]), []
+    for n in range(30):
+        told = ["".join(r.choice(list("abcdé"), r.integers(1, 7))) for _ in range(2)]
+        record = {"prompt": told[0], "completion": told[1], "label": bool(r.random() < 0.6)}
+        documents += plain.conversations(str(n), record)
+    rows = data.PairedTokens(data.tokenize(documents, data.ByteTokenizer()), T)
+    return rows, data.Batches(rows, global_batch=ROWS, seed=1)
 
 
 @functools.cache
@@ -111,7 +126,7 @@ def sums_of(params, corpus, pairs):
     return (found * counts[:, 1:]).sum(axis=1).reshape(-1, 2)
 
 
-@pytest.mark.parametrize("name", preferences.LOSSES)
+@pytest.mark.parametrize("name", PAIRED)
 def test_losses_and_gradients_are_those_of_the_papers(name):
     torch = pytest.importorskip("torch")
     r = np.random.default_rng(0)
@@ -124,7 +139,10 @@ def test_losses_and_gradients_are_those_of_the_papers(name):
 
     def sums(x, row, numbers):
         counted = x[row] * torch.tensor(mask[row])
-        own = lambda side, s: counted[side][torch.tensor(segments[row, side] == s)].sum()  # noqa: E731
+        if name == "reward":
+            own = lambda side, s: x[row, side][np.flatnonzero(segments[row, side] == s)[-1]]  # noqa: E731
+        else:
+            own = lambda side, s: counted[side][torch.tensor(segments[row, side] == s)].sum()  # noqa: E731
         return torch.stack([torch.stack([own(0, s), own(1, s)]) for s in numbers])
 
     ours = torch.tensor(policy, dtype=torch.float64, requires_grad=True)
@@ -154,8 +172,11 @@ def test_losses_and_gradients_are_those_of_the_papers(name):
 
 
 def experiment_of(batch, name="dpo", **given):
-    change = dataclasses.replace(DPO, how=HOW[name])
-    stages = change.stages(decoder.stages(MODEL))
+    change, model = dataclasses.replace(DPO, how=HOW[name]), MODEL
+    if name == "reward":
+        model = dataclasses.replace(MODEL, head="score")
+        change = dataclasses.replace(change, log_probs=functools.partial(decoder.scores, model))
+    stages = change.stages(decoder.stages(model))
     optimizer = optax.chain(
         record_gradients(), jt.make_optimizer("adamw", 1e-3, eps=1e-4, freeze=change.freeze)
     )
@@ -163,7 +184,7 @@ def experiment_of(batch, name="dpo", **given):
     given = problems.with_layout(given)
     return Experiment.of(
         name="preferences",
-        init_fn=both if HOW[name].has_reference else lambda rng: params_of(rng)[0],
+        init_fn=both if HOW[name].has_reference else functools.partial(decoder.init, model),
         loss_fn=jt.loss_from_stages(stages),
         stages=stages,
         optimizer=optimizer,
@@ -178,7 +199,7 @@ def experiment_of(batch, name="dpo", **given):
 @functools.cache
 def trained(axes=(), accumulate=1, name="dpo"):
     """Metrics, gradients, moments and parameters after some steps on a batch."""
-    batch = packed()[1].batch(0)
+    batch = (labelled if name == "kto_unpaired" else packed)()[1].batch(0)
     experiment = experiment_of(batch, name, mesh=dict(axes), accumulate=accumulate)
     mesh = make_experiment_mesh(experiment, jax.devices()[: math.prod(dict(axes).values())])
     state = make_state(experiment, mesh)
@@ -188,7 +209,8 @@ def trained(axes=(), accumulate=1, name="dpo"):
     )
     for _ in range(STEPS):
         state, metrics = train(state, batch)
-    metrics = {name: metrics[name] for name in ("loss", "weight", "accuracy", "margin")}
+    names = ("loss", "weight", "accuracy", "margin", "reward_chosen", "reference_point")
+    metrics = {name: metrics[name] for name in names if name in metrics}
     return jax.device_get((metrics, state.opt_state, state.params))
 
 
@@ -228,6 +250,63 @@ def test_packed_pairs_have_the_loss_and_gradients_of_each_conversation_alone():
     assert worst(state.opt_state, expected)[0] < 1e-4
     with pytest.raises(ValueError, match=r"no array 'reference' .* or give preference_loss"):
         by_batch(ours, batch, None)
+
+
+def test_answers_with_labels_have_the_loss_and_gradients_of_trl():
+    """KTOTrainer's loss, of conversations each in a row of its own; its batch is a row here."""
+    rows, batches = labelled()
+    corpus, batch = rows.corpus, batches.batch(0)
+    texts = [corpus.document(2 * i + int(len(corpus.document(2 * i)) == 1)) for i in range(30)]
+    prompts, label = rows._prompts, [len(corpus.document(2 * i)) > 1 for i in range(30)]
+    ours, theirs = params_of(jax.random.key(5))
+
+    def gains(params, prompt, answers):
+        """Of each prompt with an answer, [n]."""
+        tokens, counts = np.zeros((2, len(prompt), T + 1), np.int32)
+        for row, (i, j) in enumerate(zip(prompt, answers, strict=True)):
+            both = [*texts[i][: prompts[i]], *texts[j][prompts[j] :]]
+            tokens[row, : len(both)] = both
+            counts[row, prompts[i] : len(both)] = 1
+
+        def sums(params):
+            logits = decoder.logits(MODEL, params, tokens[:, :-1])
+            found = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], 2)
+            return (found[..., 0] * counts[:, 1:]).sum(axis=1)
+
+        return sums(params) - sums(theirs)
+
+    at = [range(*rows._first[row : row + 2]) for row in map(batches.source_index, range(ROWS))]
+    pairs = [rows._pair[list(each)] for each in at]
+    assert max(map(len, pairs)) > 2
+
+    every = np.concatenate(pairs)
+    row = np.repeat(np.arange(ROWS), list(map(len, pairs)))
+
+    def total(ours):
+        own, other = (gains(ours, every, each) for each in (every, (every - 1) % 30))
+        sums = jax.ops.segment_sum(jnp.stack([other, jnp.ones_like(other)]).T, row, ROWS)
+        kl = jax.lax.stop_gradient(jnp.maximum(sums[:, 0] / sums[:, 1], 0))
+        over = BETA * (own - kl[row])
+        bad = 2 * (1 - jax.nn.sigmoid(-over))
+        return jnp.where(np.array(label)[every], 1 - jax.nn.sigmoid(over), bad).sum()
+
+    how = preferences.Preference("kto_unpaired", BETA, gamma=2.0)
+    stages = dataclasses.replace(DPO, how=how).stages(decoder.stages(MODEL))
+    params, loss = both(jax.random.key(5)), jt.loss_from_stages(stages)
+
+    def of_stages(params):
+        found = loss(params, batch, None)
+        return found.total, found.weight
+
+    (found, weight), grads = _now(jax.value_and_grad(of_stages, has_aux=True), params)
+    expected, wanted = _now(jax.value_and_grad(total), ours)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert worst(DPO.back(grads), wanted)[0] < 1e-4
+    assert weight == len(every)
+
+
+def _now(function, params):
+    return jax.jit(function).lower(params).compile(FAST)(params)
 
 
 def test_stages_are_the_loss_of_policy_and_reference():

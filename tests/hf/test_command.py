@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import language
 from experiments.gpt import Config, build, generate, outline, prompt_of, sample
 from experiments.language import open_source, tokenizer_name
 from jaxtrain import data, hf
@@ -227,7 +228,7 @@ def test_special_tokens_are_those_that_the_run_began_with(
     own["added_tokens"].append(begin)
     own = data.SubwordTokenizer.from_json(json.dumps(own), tokenizer.eod)
     run_of = (MISTRAL, decoder.init(MISTRAL, jax.random.key(1)), own)
-    monkeypatch.setattr(trained, "load", lambda run, step: run_of)
+    monkeypatch.setattr(trained, "load", lambda run, step, member: run_of)
     monkeypatch.setattr(
         trained, "stored", lambda run: {"family": "mistral", "special_tokens": kept}
     )
@@ -255,10 +256,8 @@ def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_pat
         outline(Config(**given, layers=2))
     with pytest.raises(ValueError, match="--model gpt2-124m is not for --init-from, whose folder"):
         outline(Config(**given, model="gpt2-124m"))
-    more = tmp_path / "tokenizer.json"
-    data.SubwordTokenizer.train([b" ".join(b"%d" % i for i in range(500))], 310).save(more)
-    with pytest.raises(ValueError, match=r"310 tokens and the model in .* 300, and the former"):
-        outline(Config(**given, tokenizer=str(more)))
+    with pytest.raises(ValueError, match=r"310 tokens and the model in .* 300: the rows of others"):
+        outline(Config(**given, tokenizer="310"))
     assert outline(Config(**given)).metadata.config["model"]["vocab_size"] == 300
     assert outline(Config(**given, dropout=0.5)).metadata.config["model"]["dropout"] == 0.5
 
@@ -268,7 +267,7 @@ def test_flags_that_do_not_fit_the_folder_are_refused(folder, tokenizer, tmp_pat
     "added",  # for 40 the padded table has room
     [60, pytest.param(40, marks=pytest.mark.slow)],
 )
-def test_added_tokens_begin_as_the_mean_of_the_others(tied, added, tokenizer, tmp_path, capsys):
+def test_added_tokens_begin_as_the_mean_of_their_pieces(tied, added, tokenizer, tmp_path, capsys):
     model = dataclasses.replace(MISTRAL, tied=tied)
     files = {"tokenizer.json": tokenizer.to_json()}
     hf.save(tmp_path / "model", model, decoder.init(model, jax.random.key(1)), files=files)
@@ -287,16 +286,35 @@ def test_added_tokens_begin_as_the_mean_of_the_others(tied, added, tokenizer, tm
     theirs = models.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for name, was in theirs.state_dict().items():
         found = opened[name].numpy()
-        np.testing.assert_array_equal(found[: len(was)], was, err_msg=name)
+        np.testing.assert_array_equal(found[:270], was[:270], err_msg=name)
         if "embed_tokens" in name or "lm_head" in name:
             assert (len(was), len(found)) == (300, size)
-            mean = np.tile(was.double().numpy().mean(0), (size - 300, 1))
-            np.testing.assert_allclose(found[300:], mean, atol=1e-6)
+            pieces = [tokenizer.encode(f"<|{n}|>") for n in range(added)]
+            assert len(pieces[30]) > 3
+            means = [was.double().numpy()[each].mean(0) for each in pieces]
+            np.testing.assert_allclose(found[270:], means, atol=1e-6)
     text = models.transformers().AutoTokenizer.from_pretrained(out)
     assert text("<|39|>")["input_ids"] == [309]
     # What is begun from that run has them already.
     again = dataclasses.replace(config, init_from=str(tmp_path / "run"))
     assert outline(again).metadata.config["model"]["vocab_size"] == size
+
+
+def test_another_vocabulary_is_made_of_the_pieces_of_its_tokens(tmp_path):
+    """Of a model of bytes: each new token's row is the mean of its bytes'."""
+    new = data.SubwordTokenizer.train([b"the cat sat on the mat " * 9], 270)
+    pieces = language.pieces_of(data.ByteTokenizer(), new, 257, new.vocab_size)
+    for id, text in enumerate(new.token_pieces(np.arange(new.vocab_size))):
+        assert pieces[id] == ([256] if id == new.eod else list(text))
+    model = dataclasses.replace(MISTRAL, vocab_size=new.vocab_size)
+    old = decoder.init(dataclasses.replace(MISTRAL, vocab_size=257), jax.random.key(1))
+    made = language.with_tokens(old, model, pieces, 257)
+    table, was = np.asarray(made["embed"]["tokens"]), np.asarray(old["embed"]["tokens"])
+    wanted = [was[list(each)].mean(0) for each in pieces]
+    np.testing.assert_allclose(table[: new.vocab_size], wanted, atol=1e-6)
+    assert not table[new.vocab_size :].any()
+    assert language.pieces_of(new, new, 320, 320) is None
+    assert max(map(len, pieces)) > 2
 
 
 def test_bytes_are_read_where_that_is_said(folder, tokenizer, tmp_path):

@@ -102,6 +102,11 @@ class Reader:
         metrics = self._folders.json(self._resolve(step), "manifest")["metrics"]
         return {key: float(value) for key, value in metrics.items()}
 
+    def shapes(self, step: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each array saved with ``step`` (None: the latest), by its path."""
+        saved = self._folders.json(self._resolve(step), "manifest")["leaves"]
+        return {path: tuple(leaf["shape"]) for path, leaf in saved.items() if "shape" in leaf}
+
     def restore(self, abstract_state: Any, step: int | None = None, *, base: Base | None = None):
         """Reads a checkpoint into the structure, shardings and dtypes of ``abstract_state``.
 

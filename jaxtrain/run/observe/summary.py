@@ -102,8 +102,8 @@ def print_conclusion(
     journal: Journal,
 ) -> None:
     """Prints what an experiment concludes, and where everything lies; the first process does."""
-    lines = []
     # In all processes: it may run the model, whose parameters lie on the devices of all.
+    state, evaluation, lines = experiment.method.shown(state, evaluation)
     if (conclude := experiment.metadata.conclude) is not None:
         lines += [*conclude(natural(experiment, state), evaluation), ""]
         journal.event(CONCLUSION, lines=lines[:-1])

@@ -4,10 +4,13 @@ import json
 import random
 import signal
 
+import jax
 import pytest
 
 from experiments.gpt import Config, build
+from jaxtrain import cli, hf
 from jaxtrain.build import make_abstract_state, make_experiment_mesh
+from jaxtrain.models import decoder
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
 from tests.run.survive.processes import Process, last_step, logged
@@ -111,3 +114,47 @@ def test_twenty_kills_at_every_kind_of_moment(texts, tmp_path):
     moments = [kinds[i % len(kinds)] for i in range(24)]
     kills = kill_and_resume(tmp_path, texts, moments, steps=400, seed=1)
     assert kills >= 20
+
+
+KILLED = """
+import os, pathlib, signal, sys, time
+import jaxtrain as jt
+from experiments import gpt
+
+class Killer(jt.Hook):
+    def on_step(self, step, state):
+        if step == 6:
+            while not pathlib.Path(sys.argv[1], "checkpoints/4").exists():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+jt.main(gpt.Config, gpt.build, sys.argv[2:], hooks=[Killer()])
+"""
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_killed_run_that_goes_on_elsewhere_has_the_same_bytes(texts, tmp_path):
+    """It is killed in step 6 on one device and goes on from step 4 on four, as one does that has
+    stopped there."""
+    model = decoder.DecoderConfig(vocab_size=257, seq_len=16, layers=2, width=16, heads=2)
+    hf.save(tmp_path / "model", model, decoder.init(model, jax.random.key(0)))
+    flags = ["--init-from", str(tmp_path / "model"), "--tokenizer", "bytes", "--lora.rank", "2"]
+    flags += ["--data", str(texts), "--global-batch", "8", "--held-out-bytes", "500"]
+    flags += ["--sample-tokens", "0", "--optimizer.name", "adamw", "--optimizer.schedule"]
+    flags += ["constant", "--optimizer.warmup-steps", "1", "--save-every", "4", "--dropout", "0.1"]
+    one, four = ["--simulate-devices", "1"], ["--simulate-devices", "4", "--mesh.fsdp", "2"]
+    found = []
+    for name in ("killed", "stopped"):
+        run, out = str(tmp_path / name), tmp_path / f"{name}-adapter"
+        own = [*flags, "--run-dir", run]
+        command = ["-m", "experiments.gpt", *own, *one, "--steps", "4"]
+        if name == "killed":
+            command = ["-c", KILLED, run, *own, *one, "--steps", "8"]
+        process = Process(command, tmp_path, name)
+        assert process.code() == (-signal.SIGKILL if name == "killed" else 0), process.errors
+        more = ["--steps", "8", "--resume", *four, "--mesh.data", "2"]
+        process = Process(["-m", "experiments.gpt", *own, *more], tmp_path, f"{name}-2")
+        assert process.code() == 0, process.errors
+        cli.main(["hf", "export", "--run", run, "--adapter", "--out", str(out)])
+        found.append((out / "adapter_model.safetensors").read_bytes())
+    assert found[0] == found[1]

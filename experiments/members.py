@@ -1,0 +1,81 @@
+"""Flags of a population of adapters, as an experiment that trains all of its members at once."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jaxtrain as jt
+from jaxtrain.finetune.held import hold_in_compute
+from jaxtrain.finetune.low_rank import LoRA, Strengths
+from jaxtrain.methods.population import Member, Population, follow, populate
+from jaxtrain.run.options import RULE_OPTIONS, make_optimizer
+
+# Numbers of an optimizer that a program can have as data; others are of its form.
+VARIED = ("learning_rate", "weight_decay", "clip_norm", "clip_value", "skip_spikes")
+VARIED += tuple(name for name, option in RULE_OPTIONS.items() if option.kind is float)
+OF_LORA = ("lora.rank", "lora.alpha")
+
+
+def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experiment:
+    """Returns ``make(config)``, or what trains all members of ``config.population`` at once.
+
+    Raises:
+      ValueError: flags are varied that members cannot have apart, or without low-rank additions.
+    """
+    population = config.population
+    if config.hold_frozen_in == "compute":
+        make = functools.partial(_held, make)
+    if population == Population():
+        return make(config)
+    if config.lora.rank is None and config.adapter is None:
+        raise ValueError(
+            "--population.size or --population.vary is given without additions, which members have "
+            "of their own: give --lora.rank"
+        )
+    if config.optimizer.ema is not None:
+        raise ValueError(
+            f"--optimizer.ema is {config.optimizer.ema}: members of a population keep no averages; "
+            "leave it out"
+        )
+    members = population.members(config.seed)
+    for name in members[0]:
+        known = name == "seed" or name in OF_LORA or name.removeprefix("optimizer.") in VARIED
+        if not known or (name in OF_LORA and config.adapter is not None):
+            some = ", ".join(f"optimizer.{each}" for each in VARIED)
+            why = "--adapter says it" if known else "it is no number that members can have apart"
+            raise ValueError(
+                f"--population.vary has {name}: {why}; vary {', '.join(OF_LORA)}, seed or {some}"
+            )
+    loras = [_lora(config.lora, flags) for flags in members]
+    numbers = [_numbers(flags) for flags in members]
+    for each in numbers:  # which are checked while they are numbers
+        make_optimizer(dataclasses.replace(config.optimizer, **each), steps=config.steps)
+    if len(set(loras)) > 1:
+        loras = [Strengths(**vars(lora)) for lora in loras]
+    alone = {lora: make(dataclasses.replace(config, lora=lora)) for lora in set(loras)}
+    whole = alone[max(loras, key=lambda lora: lora.rank or 0)]
+    made = [
+        Member(alone[lora].laid.init_fn, int(flags["seed"]), each, flags)
+        for lora, each, flags in zip(loras, numbers, members, strict=True)
+    ]
+    stored = {"members": members, "set": whole.deciding_set or ""}
+    whole = whole.with_(
+        optimizer=follow(whole.optimizer),
+        config={**whole.metadata.config, "population": stored},
+    )
+    return populate(whole, made, together=population.together)
+
+
+def _held(make: Callable[[Any], jt.Experiment], config: Any) -> jt.Experiment:
+    return hold_in_compute(make(config))
+
+
+def _lora(lora: LoRA, flags: Mapping[str, float]) -> LoRA:
+    own = {name.removeprefix("lora."): flags[name] for name in OF_LORA if name in flags}
+    return dataclasses.replace(lora, **own)
+
+
+def _numbers(flags: Mapping[str, float]) -> dict[str, float]:
+    of = "optimizer."
+    return {name.removeprefix(of): x for name, x in flags.items() if name.startswith(of)}

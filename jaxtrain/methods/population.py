@@ -1,0 +1,255 @@
+"""A population: several trainings in one program, which share what does not train.
+
+Members differ in numbers of the optimizer, in seeds, and in the ranks and strengths of low-rank
+additions. All see the same batches. Each computes what it would alone, to rounding: its numbers
+are data to the program, and no constants that the compiler knows.
+
+Shapes: P members.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxtrain.engines.plain import trainable
+from jaxtrain.methods.method import Method
+from jaxtrain.optim import frozen
+from jaxtrain.sharding.stack import Stack
+from jaxtrain.state import TrainState
+from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
+
+# What metrics of all members are called, and the number of the best in an evaluation.
+ALL, BEST = "members/", "best/member"
+_numbers: contextvars.ContextVar[Mapping[str, Any] | None]
+_numbers = contextvars.ContextVar("numbers", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Population:
+    """Several trainings in one program over one frozen model, each with additions of its own."""
+
+    size: int | None = None
+    """Number of members: a multiple of the combinations that vary gives, each of which then has so
+    many seeds, from --seed on; left out, their number."""
+    vary: tuple[str, ...] = ()
+    """Flags of numbers and their values, as in lora.rank=4,8 optimizer.learning_rate=1e-4,3e-4;
+    members have all combinations. The flag seed is that of additions and dropout alone."""
+    together: Literal["map", "vmap"] = "map"
+    """Whether a step computes members one after another, or all at once."""
+
+    def members(self, seed: int = 0) -> list[dict[str, float]]:
+        """Returns the flags of each member.
+
+        Raises:
+          ValueError: they cannot be read, or make another number of members.
+
+        >>> Population(size=4, vary=("lora.rank=4,8",)).members()[1:3]
+        [{'lora.rank': 4, 'seed': 1}, {'lora.rank': 8, 'seed': 0}]
+        """
+        values: dict[str, list[float]] = {}
+        for text in self.vary:
+            name, _, words = text.partition("=")
+            try:
+                found = [_number(word) for word in words.split(",")]
+            except ValueError:
+                found = []
+            if not found or name in values:
+                raise ValueError(
+                    f"`population.vary` has {text!r}: write each flag once, with its numbers, as "
+                    "in optimizer.learning_rate=1e-4,3e-4"
+                )
+            values[name] = found
+        count = math.prod(map(len, values.values()))
+        size = count if self.size is None else self.size
+        if size < 1 or size % count or ("seed" in values and size != count):
+            raise ValueError(
+                f"`population.size` is {size}, and `population.vary` makes {count} members: give "
+                + ("that" if "seed" in values else f"a multiple of {count}")
+            )
+        if "seed" not in values:
+            values["seed"] = list(range(seed, seed + size // count))
+        return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+
+
+class Member(NamedTuple):
+    """A member: the ``init_fn`` of its training alone, the seed of that, the numbers that its
+    optimizer has, and its flags for reports."""
+
+    init_fn: Callable[[jax.Array], PyTree]
+    seed: int
+    numbers: Mapping[str, float]
+    flags: Mapping[str, float] = {}
+
+
+def follow(make: Callable[..., optax.GradientTransformation]) -> Callable[[Stack], Any]:
+    """Returns an optimizer of an experiment whose numbers are those of the member that is traced:
+    ``make(stack, **numbers)`` is called anew for each."""
+
+    def optimizer(stack: Stack) -> optax.GradientTransformationExtraArgs:
+        def now() -> optax.GradientTransformationExtraArgs:
+            return optax.with_extra_args_support(make(stack, **_numbers.get() or {}))
+
+        return optax.GradientTransformationExtraArgs(
+            lambda params: now().init(params),
+            lambda updates, state, params=None, **extra: now().update(
+                updates, state, params, **extra
+            ),
+        )
+
+    return optimizer
+
+
+def populate(experiment: Any, members: Sequence[Member], *, together: str = "map") -> Any:
+    """Returns an :class:`jaxtrain.Experiment` that trains all members at once.
+
+    Args:
+      experiment: that of one member, whose parameters have the largest shapes of all; members with
+        smaller ones have zeros behind, which additions keep: both factors are 0 there. What its
+        optimizer freezes is there once; its optimizer is one of :func:`follow`.
+      members: those.
+      together: ``"map"`` or ``"vmap"``.
+
+    Metrics are those of the member with the least loss, and ``members/NAME`` of all; an evaluation
+    chooses by the experiment's ``best_metric``, and ``best/member`` is the number.
+    """
+    each = jax.lax.map if together == "map" else (lambda one, xs: jax.vmap(one)(xs))
+    given = named_leaves(experiment.task.params()) if experiment.task.params else {}
+    metadata, cast = experiment.metadata, experiment.policy.cast_to_param
+    prefix, sign = experiment.deciding_set or "", {"min": 1, "max": -1}[metadata.best_mode]
+    P, derive, chosen = len(members), metadata.derived, metadata.best_metric.removeprefix(prefix)
+
+    def start(state: TrainState) -> TrainState:
+        own = _own(state.params, frozen(state.opt_state))
+
+        def begun(member: Member) -> tuple[PyTree, jax.Array]:
+            init_rng, rng = jax.random.split(jax.random.key(member.seed))
+            drawn = named_leaves(cast(member.init_fn(init_rng)))
+
+            def leaf(path: str, x: jax.Array) -> jax.Array:
+                if path in given:
+                    return x
+                wider = zip(x.shape, drawn[path].shape, strict=True)
+                return jnp.pad(drawn[path], [(0, n - m) for n, m in wider])
+
+            return map_named(leaf, own), rng
+
+        params, rngs = zip(*map(begun, members), strict=True)
+        alike = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (P, *x.shape)), dataclasses.replace(state, params=None)
+        )
+        stack = lambda *x: jnp.stack(x)  # noqa: E731
+        own = dataclasses.replace(alike, params=jax.tree.map(stack, *params), rng=stack(*rngs))
+        names = members[0].numbers
+        numbers = {name: jnp.float32([m.numbers[name] for m in members]) for name in names}
+        rest = {"opt_state": (), "loss_scale": None, "memory": None}
+        rest["method"] = {"members": own, "numbers": numbers}
+        first = combine(_at(own.params, 0), state.params)
+        return dataclasses.replace(state, params=first, **rest)
+
+    def population(step: Callable) -> Callable:
+        def all_members(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+            def one(member: Mapping[str, Any]) -> tuple[TrainState, Any]:
+                before = member["members"]
+                whole = dataclasses.replace(before, params=combine(before.params, state.params))
+                with numbers_of(member["numbers"]):
+                    after, metrics = step(whole, batch)
+                mine = named_leaves(before.params)
+                params, _ = partition(lambda name, _: name in mine, after.params)
+                return dataclasses.replace(after, params=params), metrics
+
+            own, metrics = each(one, state.method)
+            best = jnp.argmin(jnp.where(jnp.isfinite(metrics["loss"]), metrics["loss"], jnp.inf))
+            scalars = {f"{ALL}{name}": x for name, x in metrics.items() if x.ndim == 1}
+            # One that diverges leaves its own steps out, and no other's.
+            metrics = _at(metrics, best) | scalars | {"skipped": metrics["skipped"].min()}
+            state = dataclasses.replace(
+                state,
+                step=state.step + 1,
+                params=combine(_at(own.params, 0), state.params),
+                method=state.method | {"members": own},
+                skipped=state.skipped + metrics["skipped"],
+            )
+            return state, metrics
+
+        return all_members
+
+    def evaluation(step: Callable) -> Callable:
+        def of_all(state: TrainState, batch: PyTree) -> Any:
+            whole = lambda own: dataclasses.replace(own, params=combine(own.params, state.params))  # noqa: E731
+            return each(lambda own: step(whole(own), batch), state.method["members"])
+
+        return of_all
+
+    def told(means: Mapping[str, Any]) -> dict[str, Any]:
+        if f"{ALL}loss" in means:  # of a train step
+            return dict(derive(means))
+        count = np.size(means["loss"])
+        alone = [{n: np.reshape(x, (count, -1))[i] for n, x in means.items()} for i in range(count)]
+        alone = [{n: x.item() if x.size == 1 else x for n, x in each.items()} for each in alone]
+        alone = [each | dict(derive(each)) for each in alone]
+        scores = [sign * each.get(chosen, each["loss"]) for each in alone]
+        best = int(np.argmin(np.where(np.isfinite(scores), scores, np.inf)))
+        every = {f"{ALL}{n}": np.array([each[n] for each in alone]) for n in alone[0]}
+        return alone[best] | every | {BEST: float(best)}
+
+    def shown(state: TrainState, means: Mapping[str, Any]) -> tuple[TrainState, Any, list[str]]:
+        best = int(means.get(f"{prefix}{BEST}", 0))
+        params = jax.jit(lambda own, rest: combine(_at(own, best), rest))(
+            state.method["members"].params, state.params
+        )
+        means = dict(means)
+        for path in [path for path in means if f"/{ALL}" in f"/{path}"]:
+            means[path.replace(ALL, "")] = means[path][best]
+        return dataclasses.replace(state, params=params), means, _table(members, means, prefix)
+
+    method = Method(population, start=start, evaluation=evaluation, shown=shown)
+    flops = experiment.task.flops_per_step
+    return experiment.with_(method=method, derived=told, flops_per_step=flops and P * flops)
+
+
+@contextlib.contextmanager
+def numbers_of(numbers: Mapping[str, Any]) -> Iterator[None]:
+    """Sets the numbers, such as traced ones of a member, that an optimizer of :func:`follow` is
+    made of within."""
+    token = _numbers.set(numbers)
+    try:
+        yield
+    finally:
+        _numbers.reset(token)
+
+
+def _own(params: PyTree, still: Any) -> PyTree:
+    """What a member has of parameters: those that train, and strengths of additions."""
+    trains = named_leaves(trainable(params, still)[0])
+    return partition(lambda name, _: name in trains or name.endswith("/factor"), params)[0]
+
+
+def _at(tree: PyTree, index: Any) -> PyTree:
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def _number(word: str) -> float:
+    return int(word) if word.isdecimal() else float(word)
+
+
+def _table(members: Sequence[Member], means: Mapping[str, Any], prefix: str) -> list[str]:
+    """Says what each member has come to, and which is the best."""
+    if f"{prefix}{BEST}" not in means:
+        return []
+    names = list(members[0].flags)
+    rows = [["member", *names, "held-out loss"]]
+    losses = means[f"{prefix}{ALL}loss"]
+    for number, (member, loss) in enumerate(zip(members, losses, strict=True)):
+        rows.append([str(number), *(f"{member.flags[n]:g}" for n in names), f"{loss:.4f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(x.rjust(n) for x, n in zip(row, widths, strict=True)) for row in rows]
+    return [*lines, f"the best is member {int(means[f'{prefix}{BEST}'])}", ""]

@@ -1,0 +1,222 @@
+"""Members of a population are their trainings alone, and share what does not train."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from experiments import gpt
+from jaxtrain import build, cli, hf
+from jaxtrain.finetune.change import apply
+from jaxtrain.finetune.low_rank import LoRA, Strengths
+from jaxtrain.methods.population import Member, Population, follow, populate
+from jaxtrain.models import decoder
+from jaxtrain.run import trained
+from jaxtrain.run.main import main, parse
+from jaxtrain.sharding.rules import Rules
+from jaxtrain.tree import named_leaves
+from tests import problems
+
+FAST = {"xla_backend_optimization_level": 0}
+SHAPE = {"vocab_size": 67, "seq_len": 8, "layers": 2, "width": 16, "heads": 2}
+MODEL = decoder.DecoderConfig(**SHAPE)
+STEPS, P = 3, 3
+RATES, RANKS, SEEDS = (0.01, 0.001, 0.003), (4, 3, 2), (0, 5, 5)
+BATCH = {name: np.random.default_rng(0).integers(0, 67, (8, 8)) for name in ("tokens", "targets")}
+BATCH = {name: x.astype(np.int32) for name, x in BATCH.items()} | {"mask": np.ones((8, 8), "f")}
+
+
+def optimizer(stack, learning_rate=0.5):
+    return jt.make_optimizer("adamw", learning_rate, clip_norm=0.1, eps=1e-4, stacked=stack.axes)
+
+
+def experiment(lora=LoRA(rank=4), make=optimizer, seed=0):  # noqa: B008
+    own = {"init_fn": functools.partial(decoder.init, MODEL), "stages": decoder.stages(MODEL)}
+    own |= {"params": lambda: decoder.init(MODEL, jax.random.key(9)), "rules": Rules(decoder.RULES)}
+    own |= {"loss_fn": None, "batch": BATCH, "train_batches": None, "optimizer": make}
+    made = jt.Experiment.of(name="tiny", steps=STEPS, seed=seed, gathers_layers=True, **own)
+    return apply(made, lora)
+
+
+@functools.cache
+def of_all(together="map", axes=()):
+    whole = experiment(Strengths(rank=max(RANKS)), follow(optimizer))
+    members = [
+        Member(experiment(Strengths(rank=rank)).laid.init_fn, seed, {"learning_rate": rate})
+        for rank, seed, rate in zip(RANKS, SEEDS, RATES, strict=True)
+    ]
+    made = populate(whole, members, together=together)
+    given = {"mesh": dict(axes), "pipeline": {"microbatches": 4, "schedule": "1f1b"}}
+    return made.with_(**problems.with_layout(given))
+
+
+@functools.cache
+def program(together="map", axes=()):
+    made = of_all(together, axes)
+    count = int(np.prod([n for _, n in axes]))
+    mesh = build.make_experiment_mesh(made, jax.devices()[:count])
+    state = build.make_state(made, mesh)
+    return mesh, state, build.compile_train(made, state, mesh, compiler_options=FAST)
+
+
+@functools.cache
+def populated(together="map", axes=()):
+    _, state, train = program(together, axes)
+    state = jax.tree.map(lambda x: x.copy(), state)  # which the step is given
+    for _ in range(STEPS):
+        state, metrics = train(state, BATCH)
+    return jax.device_get((state.method["members"], metrics))
+
+
+@functools.cache
+def alone(number):
+    made = experiment(
+        LoRA(rank=RANKS[number]),
+        lambda stack: optimizer(stack, RATES[number]),
+        SEEDS[number],
+    )
+    mesh = build.make_experiment_mesh(made, jax.devices()[:1])
+    state = build.make_state(made, mesh)
+    train = build.compile_train(made, state, mesh, compiler_options=FAST)
+    for _ in range(STEPS):
+        state, metrics = train(state, BATCH)
+    return jax.device_get((state, metrics))
+
+
+def check(found, number):
+    """Additions, moments and the loss of a member, and zeros behind a smaller rank."""
+    members, metrics = found
+    state, told = alone(number)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(metrics[f"members/{name}"][number], told[name], rtol=1e-5)
+    parts = ("params", "opt_state")
+    ours, theirs = (
+        named_leaves({part: getattr(each, part) for part in parts}) for each in (members, state)
+    )
+    compared = {name for name in ours if name.endswith(("/a", "/b"))}
+    assert len(compared) == 3 * 12  # kernels of six kinds, and their two moments
+    for name in compared:
+        mine, wanted = ours[name][number], theirs[name]
+        place = tuple(map(slice, wanted.shape))
+        np.testing.assert_allclose(
+            mine[place], wanted, rtol=1e-5, atol=1e-5 * abs(wanted).max(), err_msg=name
+        )
+        behind = mine.copy()
+        behind[place] = 0
+        assert not behind.any()
+
+
+@pytest.mark.parametrize("number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), 2])
+def test_members_are_their_trainings_alone(number):
+    check(populated(), number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(P))
+def test_all_at_once_they_are_too(number):
+    check(populated("vmap"), number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [(("data", 2), ("fsdp", 2), ("tensor", 2)), (("pipe", 2), ("data", 2))]
+)
+def test_on_meshes_and_pipelines_they_are_too(axes):
+    for number in range(P):
+        check(populated("map", axes), number)
+
+
+def test_a_member_that_diverges_is_alone_in_it():
+    _, state, train = program()
+    state = jax.tree.map(lambda x: x.copy(), state)
+    rates = state.method["numbers"]["learning_rate"].at[1].set(1e30)
+    numbers = state.method["numbers"] | {"learning_rate": rates}
+    state = dataclasses.replace(state, method=state.method | {"numbers": numbers})
+    for _ in range(STEPS):
+        state, metrics = train(state, BATCH)
+    members, _ = populated()
+    assert state.method["members"].skipped.tolist() == [0, STEPS - 1, 0]
+    assert metrics["skipped"] == 0 == state.skipped
+    assert np.isfinite(metrics["loss"])
+    for name, x in named_leaves(state.method["members"].params).items():
+        for number in (0, 2):
+            np.testing.assert_array_equal(x[number], named_leaves(members.params)[name][number])
+
+
+def test_the_base_is_there_once():
+    _, state, train = program()
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))  # noqa: E731
+    base = size(decoder.init(MODEL, jax.random.key(0)))
+    members = state.method["members"]
+    own = size((members.params, members.opt_state, state.method["numbers"], BATCH))
+    first = own // P  # of which the parameters have a copy
+    memory = train.compiled.memory_analysis()
+    assert base < memory.argument_size_in_bytes < 1.2 * base + own + first
+
+
+def test_flags_of_members():
+    vary = ("lora.rank=4,8", "optimizer.learning_rate=1e-4,3e-4")
+    members = Population(8, vary).members(3)
+    assert len(members) == 8
+    first = {"lora.rank": 4, "optimizer.learning_rate": 1e-4, "seed": 3}
+    assert members[0] == first
+    assert members[1] == first | {"seed": 4}
+    for given, message in (
+        ({"size": 3, "vary": vary}, "`population.size` is 3, .* makes 4 members: give a multiple"),
+        ({"vary": ("lora.rank",)}, "has 'lora.rank': write each flag once, with its numbers"),
+        ({"size": 4, "vary": ("seed=1,2",)}, "makes 2 members: give that"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Population(**given).members()
+
+
+@pytest.mark.slow
+def test_a_run_resumes_says_which_is_best_and_exports_each(tmp_path, capsys):
+    model = decoder.DecoderConfig(**SHAPE | {"vocab_size": 257, "seq_len": 32})
+    hf.save(tmp_path / "model", model, decoder.init(model, jax.random.key(0)))
+    flags = ["--init-from", str(tmp_path / "model"), "--tokenizer", "bytes", "--lora.rank", "2"]
+    flags += ["--data", "jaxtrain/compare", "--held-out-bytes", "2000", "--global-batch", "8"]
+    flags += ["--optimizer.name", "adamw", "--optimizer.schedule", "constant", "--sample-tokens"]
+    flags += ["0", "--optimizer.warmup-steps", "1"]
+    vary = ["--population.vary", "lora.rank=2,4", "optimizer.learning_rate=1e-2,1e-3"]
+    run, again = str(tmp_path / "run"), str(tmp_path / "again")
+    main(gpt.Config, gpt.build, [*flags, *vary, "--steps", "4", "--run-dir", run])
+    assert "the best is member" in capsys.readouterr().out
+    log = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    losses = next(line["eval/members/loss"] for line in log if "eval/members/loss" in line)
+    assert log[-1]["eval/loss"] == min(losses)
+    main(gpt.Config, gpt.build, [*flags, *vary, "--steps", "2", "--run-dir", again])
+    more = ["--steps", "4", "--run-dir", again, "--resume"]
+    main(gpt.Config, gpt.build, [*flags, *vary, *more])
+    for number in range(4):
+        found, other = (trained.additions(folder, member=number)[1] for folder in (run, again))
+        jax.tree.map(np.testing.assert_array_equal, found, other)
+    alone = str(tmp_path / "alone")
+    own = ["--lora.rank", "2", "--optimizer.learning-rate", "0.001", "--steps", "4"]
+    main(gpt.Config, gpt.build, [*flags, *own, "--run-dir", alone])
+    ours, theirs = trained.additions(run, member=1)[1], trained.additions(alone)[1]
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
+    _, merged, _ = trained.load(run, member=1)
+    _, wanted, _ = trained.load(alone)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), merged, wanted)
+    out = tmp_path / "adapter"
+    export = ["hf", "export", "--run", run, "--adapter", "--member", "3", "--out", str(out)]
+    cli.main(export)
+    assert json.loads((out / "adapter_config.json").read_text())["r"] in (4, 12)
+    with pytest.raises(ValueError, match="`member` is 4: give one from 0 to 3"):
+        trained.load(run, member=4)
+    with pytest.raises(ValueError, match="`member` is 0: the run has no population"):
+        trained.load(alone, member=0)
+    for given, message in (
+        (["optimizer.name=1,2"], "has optimizer.name: it is no number that members can have apart"),
+        (["optimizer.learning_rate=-1"], r"learning_rate"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gpt.outline(parse(gpt.Config, [*flags, "--population.vary", *given]))
+    with pytest.raises(ValueError, match=r"is given without additions, .* give --lora.rank"):
+        gpt.outline(parse(gpt.Config, ["--population.size", "2"]))
