@@ -10,7 +10,6 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt
-from experiments.gpt.generate import load
 from jaxtrain.build import (
     make_abstract_state,
     make_experiment_mesh,
@@ -22,6 +21,7 @@ from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.main import parse
+from jaxtrain.run.trained import load
 from tests.run.survive.processes import free_port, together
 from tests.run.test_loop import losses
 
