@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.gpt import generate
-from experiments.language import Source
 from jaxtrain.data import (
     EOD,
     ByteTokenizer,
@@ -21,6 +20,7 @@ from jaxtrain.data import (
 from jaxtrain.data.chat import Conversation, encode_marked
 from jaxtrain.data.tokenizers import KINDS
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.serve.opening import Opened
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",
@@ -371,9 +371,8 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
         SubwordTokenizer(theirs, 1),
         DecoderConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
     )
-    monkeypatch.setattr(generate, "load", lambda run, step, mesh: (model, {}, ours))
-    source = Source("x", model, is_run=True)
-    monkeypatch.setattr(generate.language, "open_source", lambda path, form: source)
+    opened = Opened(model, {}, ours, "x")
+    monkeypatch.setattr(generate, "open_decoder", lambda name, mesh, step: opened)
     written = np.array([[2, 4, 1], [4, 2, 1]])
     monkeypatch.setattr(generate.language, "write", lambda *_, **options: written)
     flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--tokens", "3"]

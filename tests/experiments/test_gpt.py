@@ -23,6 +23,7 @@ from experiments.language import model_config
 from jaxtrain import cli, data, hf
 from jaxtrain.data.chat import Conversation
 from jaxtrain.models import decoder
+from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import digest
 from jaxtrain.run.loop import fit
 from jaxtrain.run.main import main, parse, run_to_resume
@@ -78,7 +79,7 @@ def test_a_bpe_tokenizer_is_trained_kept_with_the_run_and_used_to_generate(texts
     flags = [*SMALL, "--data", texts, "--run-dir", str(run), "--tokenizer", "300"]
     main(Config, build, flags)
     assert "bits per byte" in capsys.readouterr().out
-    model, params, tokenizer = generate.load(str(run))
+    model, params, tokenizer = trained.load(str(run))
     assert isinstance(tokenizer, data.SubwordTokenizer)
     assert model.vocab_size == tokenizer.vocab_size <= 300
     assert params["embed"]["tokens"].shape[0] == model.padded_vocab

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.gpt import generate
 from jaxtrain import data
+from jaxtrain.run import trained
 from jaxtrain.run.checkpoints import manifest
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
@@ -113,12 +113,12 @@ def test_a_hostile_config_names_no_tokenizer_file_of_its_own(tmp_path, alarm):
     with Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
         checkpoints.save(1, {"params": {"w": jnp.ones(2)}}, config=content)
     with pytest.raises(ValueError, match="no whole model"):
-        generate.load(str(tmp_path / "run"))
+        trained.load(str(tmp_path / "run"))
     content["model"] = {"__class__": "evil_module.Handler", "__reduce__": ["os.system", "true"]}
     with Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
         checkpoints.save(2, {"params": {"w": jnp.ones(2)}}, config=content)
     with pytest.raises(ValueError, match="no model with the sizes of a Decoder"):
-        generate.load(str(tmp_path / "run"), 2)
+        trained.load(str(tmp_path / "run"), 2)
 
 
 def test_a_tokenizer_file_runs_and_opens_nothing(tmp_path, alarm):
