@@ -3,6 +3,7 @@
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from experiments.gpt import Config, build
 from jaxtrain.models.generate import generate
 from jaxtrain.run import trained
 from jaxtrain.run.main import main
+from jaxtrain.serve.command import listen
 from tests.commands import refused
 from tests.experiments.test_gpt import SMALL
 
@@ -41,6 +43,30 @@ def run(tmp_path_factory):
 def test_what_cannot_be_served_is_refused_before_anything_listens(run, flags, said, capsys):
     pytest.importorskip("uvicorn")
     assert said in refused(capsys, "serve", run, *flags)
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_signal_that_comes_before_the_server_runs_ends_it(host, shown, monkeypatch, capsys):
+    uvicorn = pytest.importorskip("uvicorn")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, 0), family=family).close()
+    except OSError:
+        pytest.skip("this machine has no such address")
+    ends = []
+
+    def run(self, sockets):
+        signal.raise_signal(signal.SIGTERM)
+        ends.append(self.should_exit)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        listen(None, name="small", host=host, port=0, drain_seconds=1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ends == [True]
+    assert f"small is served on http://{shown}:" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):
