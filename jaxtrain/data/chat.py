@@ -218,7 +218,7 @@ def load_template(name: str) -> ChatTemplate:
         (``chat_template.jinja``), or of its own.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: there is no such file, or the model has no template.
       ImportError: jinja2 is not installed.
       ValueError: it is no template.
     """
@@ -230,14 +230,15 @@ def load_template(name: str) -> ChatTemplate:
         if path in (folder, config):
             path = folder / TEMPLATE
             path = path if exists(path) else config
-        if not is_file(path):
+        config = path if path.suffix == ".json" else config
+        values = read_json(config) if exists(config) else {}
+        is_model = is_folder(as_path(name))
+        if not is_file(path) or (is_model and path == config and "chat_template" not in values):
             wrong = f"chat template '{name}' does not exist"
-            if is_folder(as_path(name)):
+            if is_model:
                 wrong = f"'{name}' has no chat template for conversations"
             known = " or ".join(TEMPLATES)
             raise FileNotFoundError(f"{wrong}; give a file or a model's folder, or {known}")
-        config = path if path.suffix == ".json" else config
-        values = read_json(config) if exists(config) else {}
         for each, token in values.items():
             token = token.get("content") if isinstance(token, dict) else token
             if each.endswith("_token") and isinstance(token, str):

@@ -25,6 +25,8 @@ from jaxtrain.sharding.mesh import make_mesh
 
 # In the folder of a run that has been evaluated.
 RESULTS = "evaluations.jsonl"
+# Rows that are cut before they are sorted by length and scored.
+ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,12 +140,13 @@ def perplexity(
     for side in data.open_text(name, field=field, held_out=0.0):
         for document in side:
             tokens = [tokenizer.eod, *tokenizer.encode(document.text).tolist()]
-            rows += windows(tokens, longest=scorer.longest, stride=stride)
+            for row in windows(tokens, longest=scorer.longest, stride=stride):
+                rows.append(row)
+                if len(rows) == ROWS:
+                    nats += scored()
             counts["documents"] += 1
             counts["tokens"] += len(tokens) - 1
             counts["bytes"] += len(document.text)
-            if len(rows) >= 4096:
-                nats += scored()
     nats += scored()
     if not counts["tokens"]:
         raise ValueError(f"'{name}' has no text: name a file or a folder of texts")

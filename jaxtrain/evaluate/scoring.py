@@ -53,7 +53,9 @@ class Scorer:
         rows: int = 16,
         longest: int | None = None,
     ):
-        self.longest = longest or model.seq_len
+        self.longest = model.seq_len if longest is None else longest
+        if self.longest < 1:
+            raise ValueError(f"`longest` is {longest}: give at least 1 token")
         if model.positions == "learned" and self.longest > model.seq_len:
             raise ValueError(
                 f"`longest` is {longest}: the model has {model.seq_len} learned positions"
@@ -80,7 +82,7 @@ class Scorer:
 
     def _batch(self, rows: Sequence[Row]) -> Iterator[Scored]:
         size = max(SHORTEST, 1 << (len(rows[0].tokens) - 2).bit_length())
-        shape = self._rows, min(size, max(self.longest, SHORTEST))
+        shape = self._rows, min(size, self.longest)
         batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
         for b, row in enumerate(rows):
             batch["tokens"][b, : len(row.tokens) - 1] = row.tokens[:-1]

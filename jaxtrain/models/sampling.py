@@ -178,6 +178,7 @@ def truncate(logits_BV: jax.Array, *, top_k: int | None, top_p: float | None) ->
     if top_p is not None:
         probabilities = jax.nn.softmax(falling, axis=-1)
         above = jnp.cumsum(probabilities, axis=-1) - probabilities
-        falling = jnp.where((above < top_p) | (top_p >= 1.0), falling, -jnp.inf)
+        # The first token stays, also where a tiny `top_p` is 0 in float32.
+        falling = jnp.where((above < jnp.maximum(top_p, 1e-6)) | (top_p >= 1.0), falling, -jnp.inf)
     least = jnp.where(falling > -jnp.inf, falling, jnp.inf).min(axis=-1, keepdims=True)
     return jnp.where(logits_BV >= least, logits_BV, -jnp.inf)

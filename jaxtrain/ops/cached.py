@@ -84,6 +84,8 @@ def chunk_attention(
         scores = scores.reshape(B, G, C * H // G, -1)
         new_top = jnp.maximum(top_BGN, scores.max(-1))
         weights = jnp.where(scores > MASKED, jnp.exp(scores - new_top[..., None]), 0.0)
+        # What nobody sees may be another row's, and not finite: 0 times that would be NaN.
+        v_BGSK = jnp.where(seen_BCS.any(1)[:, None, :, None], v_BGSK, 0)
         old = jnp.exp(top_BGN - new_top)
         added = wide_einsum("bgns,bgsk->bgnk", weights.astype(v_BGSK.dtype), v_BGSK)
         return new_top, total_BGN * old + weights.sum(-1), out_BGNK * old[..., None] + added

@@ -64,6 +64,12 @@ class Asked:
     stream: bool
     usage: bool
 
+    @property
+    def read(self) -> int:
+        """Tokens of all prompts, each of which has several choices."""
+        each = len(self.requests) // self.prompts
+        return sum(len(request.prompt) for request in self.requests[::each])
+
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
@@ -327,8 +333,7 @@ class Writer:
         return {"index": index, "finish_reason": reason, "logprobs": logprobs} | said
 
     def _usage(self, written: int) -> dict[str, int]:
-        each = len(self._asked.requests) // self._asked.prompts
-        read = sum(len(request.prompt) for request in self._asked.requests[::each])
+        read = self._asked.read
         return {
             "prompt_tokens": read,
             "completion_tokens": written,

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from typing import Any
 
 import jax
 import tyro
@@ -80,7 +81,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
     if not options.max_seconds > 0:
         raise ValueError(f"--max-seconds is {options.max_seconds}: give more than 0 seconds")
-    uvicorn = extras.load("a server needs uvicorn", "serve", "uvicorn")
+    extras.load("a server needs uvicorn", "serve", "uvicorn")
     extras.load("a server needs starlette", "serve", "starlette")
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
@@ -110,21 +111,34 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     name = options.name or os.path.basename(os.path.abspath(opened.folder))
     limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
     app = make_app(engine, reader, model=name, limits=limits, key=os.environ.get(KEY) or None)
+    given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
+    listen(app, name=name, **given)
+    return 0
+
+
+def listen(app: Any, *, name: str, host: str, port: int, drain_seconds: int) -> None:
+    """Prints the address of an application, and serves it until a signal ends it."""
+    import uvicorn
+
     config = uvicorn.Config(
         app,
+        log_config=None,  # The log of this program has its lines, too.
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=options.drain_seconds,
+        timeout_graceful_shutdown=drain_seconds,
         timeout_keep_alive=30,
     )
-    with socket.create_server((options.host, options.port)) as listening:
-        host, port = listening.getsockname()[:2]
-        print(f"{name} is served on http://{host}:{port}/v1  (Ctrl-C ends it)", flush=True)
-        # The server has SIGTERM while it runs, and raises it again when all have been answered.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = uvicorn.Server(config)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family) as listening:
+        port = listening.getsockname()[1]
+        at = f"[{host}]" if ":" in host else host
+        # While it runs the server handles SIGTERM, and raises it again behind that. One that comes
+        # before ends it too.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
+        print(f"{name} is served on http://{at}:{port}/v1  (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listening])
-    return 0
+            server.run(sockets=[listening])
 
 
 def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:

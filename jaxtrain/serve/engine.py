@@ -117,7 +117,7 @@ class Engine:
         pages: int | None = None,
         mesh: Mesh | None = None,
     ):
-        longest = longest or model.seq_len
+        longest = model.seq_len if longest is None else longest
         for name, value in (("slots", slots), ("readers", readers)):
             if value < 2:
                 raise ValueError(
@@ -127,6 +127,8 @@ class Engine:
             raise ValueError(
                 f"`longest` is {longest}: a prompt and its answer have 2 tokens or more"
             )
+        if page < 1:
+            raise ValueError(f"`page` is {page}: give at least 1 position")
         if chunk < 1 or chunk % page:
             raise ValueError(
                 f"`chunk` is {chunk}: it must be a multiple of `page`, which is {page}"
@@ -137,7 +139,7 @@ class Engine:
             )
         self.model, self.longest, self.chunk, self.page = model, longest, chunk, page
         self.most = -(-longest // page)  # pages of a row
-        pages = pages or 1 + slots * self.most
+        pages = 1 + slots * self.most if pages is None else pages
         if pages <= self.most:
             raise ValueError(
                 f"`pages` is {pages}: a request of {longest} tokens takes {self.most}, and one "
@@ -247,8 +249,8 @@ class Engine:
         self, tokens: Sequence[int], top: int = 0
     ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
         """Returns the log-probability of every token but the first, and so many alternatives, by
-        the forward pass of training: of a row padded to a power of two."""
-        size = 1 << (len(tokens) - 1).bit_length()
+        the forward pass of training: of a row padded to a power of two, or to ``longest``."""
+        size = min(1 << (len(tokens) - 1).bit_length(), self.longest)
         row = np.zeros((2, max(size, 2)), np.int32)  # Never a row alone.
         row[0, : len(tokens)] = tokens
         with self._on_mesh():

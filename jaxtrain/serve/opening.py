@@ -33,7 +33,7 @@ def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
       step: which checkpoint of a run; left out, the best one.
 
     Raises:
-      ValueError: there is no such model, or it is no decoder.
+      ValueError: there is no such model, it is no decoder, or its tokenizer is another's.
     """
     folder = hub.local_folder(name)
     if exists(as_path(folder) / "checkpoints"):
@@ -48,6 +48,11 @@ def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
         raise ValueError(
             f"'{folder}' is neither a run nor a Hugging Face folder: a run has a folder "
             "checkpoints, a Hugging Face folder has config.json and safetensors"
+        )
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens, and the model "
+            f"{model.vocab_size}: give the folder the tokenizer that the model was trained with"
         )
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)

@@ -7,6 +7,7 @@ free again with the next step.
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import hmac
 import json
@@ -39,6 +40,7 @@ DEFAULT_LIMITS = Limits()
 
 
 Sink = Callable[[list[Event] | None], None]
+FAILED = "the engine has failed: start the server again"
 
 
 class Worker(threading.Thread):
@@ -53,6 +55,7 @@ class Worker(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[int, Sink] = {}
         self._starting: set[Sink] = set()
+        self._calls: set[concurrent.futures.Future] = set()
         self._lock, self._ended = threading.Lock(), False
 
     def run(self) -> None:
@@ -64,9 +67,12 @@ class Worker(threading.Thread):
             self.failed = f"{type(error).__name__}: {error}"
         with self._lock:
             self._ended = True
-            waiting = [*self._starting, *self._sinks.values()]
+            waiting, calls = [*self._starting, *self._sinks.values()], [*self._calls]
         for sink in waiting:
             sink(None)
+        for call in calls:
+            if call.set_running_or_notify_cancel():
+                call.set_exception(RuntimeError(FAILED))
 
     def _work(self) -> bool:
         """Does what is asked, then a step; waits where there is nothing to do."""
@@ -94,9 +100,26 @@ class Worker(threading.Thread):
         """Ends the thread after what it is doing."""
         self._inbox.put(None)
 
-    def ask(self, asked: Callable[[], None]) -> None:
-        """Has the thread call a function between two steps."""
-        self._inbox.put(asked)
+    def call(self, asked: Callable[[], Any]) -> concurrent.futures.Future:
+        """Has the thread call a function between two steps, unless what this returns has been
+        cancelled before."""
+        future: concurrent.futures.Future = concurrent.futures.Future()
+
+        def run() -> None:
+            self._calls.discard(future)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(asked())
+                except Exception as error:
+                    future.set_exception(error)
+
+        with self._lock:
+            if self._ended:
+                future.set_exception(RuntimeError(FAILED))
+            else:
+                self._calls.add(future)
+                self._inbox.put(run)
+        return future
 
     def submit(self, request: Request, sink: Sink) -> Callable[[], None]:
         """Submits a request; returns what cancels it."""
@@ -116,8 +139,8 @@ class Worker(threading.Thread):
                 sink(None)
             else:
                 self._starting.add(sink)
-                self.ask(start)
-        return lambda: self.ask(end)
+                self._inbox.put(start)
+        return lambda: self._inbox.put(end)
 
 
 class _Numbers:
@@ -162,6 +185,8 @@ def make_app(
 
     def refused(status: int, sentence: str) -> Response:
         numbers.answers[status] += 1
+        if len(sentence) > 400:  # It quotes what it was given.
+            sentence = f"{sentence[:200]} ... {sentence[-200:]}"
         kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
         error = {"message": sentence, "type": kind, "param": None, "code": None}
@@ -169,7 +194,8 @@ def make_app(
 
     def is_known(request: Any) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        return key is None or hmac.compare_digest(given.encode(), key.encode())
+        # Headers are bytes, which are told as Latin-1.
+        return key is None or hmac.compare_digest(given.encode("latin-1"), key.encode())
 
     async def body_of(request: Any) -> bytes | None:
         """The body; None where it is over the limit, of which no more is read."""
@@ -190,7 +216,7 @@ def make_app(
         if not is_known(request):
             return refused(401, "the API key is missing or wrong: give it as a bearer token")
         if worker.failed is not None or not worker.is_alive():
-            return refused(503, "the engine has failed: start the server again")
+            return refused(503, FAILED)
         if numbers.live >= limits.requests:
             return refused(429, f"{limits.requests} requests are being answered: try again later")
         # Counted before anything is waited for, so that no more come in meanwhile.
@@ -216,7 +242,7 @@ def make_app(
         if asked.stream:
             numbers.answers[200] += 1
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            return StreamingResponse(own.stream(), media_type="text/event-stream", headers=headers)
+            return Stream(own.stream(), media_type="text/event-stream", headers=headers)
         work = asyncio.ensure_future(own.whole())
         watch = asyncio.ensure_future(_gone(request))
         await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -235,6 +261,17 @@ def make_app(
             return refused(503, str(error))
         numbers.answers[200] += 1
         return JSONResponse(found)
+
+    class Stream(StreamingResponse):
+        """A stream that ends, a second after its own limit, whatever its client reads."""
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            try:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(limits.seconds + 1):
+                        await super().__call__(scope, receive, send)
+            finally:
+                await self.body_iterator.aclose()
 
     async def models(request: Any) -> Response:
         if not is_known(request):
@@ -278,6 +315,7 @@ class _Answer:
         self._writer = Writer(asked, reader.tokenizer, model)
         self._reader, self._begun, self._first = reader, time.monotonic(), None
         self._written, self._cancels = 0, {}
+        self._echo: tuple[Sequence[int], list[Told]] | None = None
         self._queue: asyncio.Queue[tuple[int, list[Event] | None]] = asyncio.Queue()
 
     @contextlib.contextmanager
@@ -304,11 +342,11 @@ class _Answer:
             for cancel in self._cancels.values():
                 cancel()
             self._numbers.live -= 1
-            read = len(asked.requests[0].prompt)
+            read = asked.read
             self._numbers.read += read
             first = f"{self._first:.3f} s" if self._first is not None else "none"
             log.info(
-                "%s: %d choices, prompt of %d tokens, %d written, first after %s, all %.3f s",
+                "%s: %d choices, %d tokens read, %d written, first after %s, all %.3f s",
                 "chat" if asked.chat else "completion",
                 len(asked.requests),
                 read,
@@ -317,16 +355,20 @@ class _Answer:
                 time.monotonic() - self._begun,
             )
 
+    @property
+    def _left(self) -> float:
+        """Seconds until the limit."""
+        return self._begun + self._limits.seconds - time.monotonic()
+
     async def _events(self) -> AsyncIterator[tuple[int, str, list[Told], str | None]]:
         """Yields, of one choice after another as they are written, the new text and tokens, and why
         the choice has ended."""
         asked = self._asked
         texts = {i: Text(asked.stops) for i, each in enumerate(asked.requests) if each.max_tokens}
         while texts:
-            left = self._begun + self._limits.seconds - time.monotonic()
-            index, events = await asyncio.wait_for(self._queue.get(), left)
+            index, events = await asyncio.wait_for(self._queue.get(), self._left)
             if events is None:
-                raise RuntimeError("the engine has failed: start the server again")
+                raise RuntimeError(FAILED)
             if (text := texts.get(index)) is None:
                 continue  # It has ended at a text, and more was on its way.
             if self._first is None:
@@ -356,32 +398,31 @@ class _Answer:
                 choice[2] = reason or choice[2]
             for choice, request in zip(choices, asked.requests, strict=True):
                 if asked.echo:
-                    before = await self._echoed(request.prompt, request.top_logprobs)
+                    before = await self._echoed(request)
                     choice[0] = "".join(x.text for x in before) + choice[0]
                     choice[1] = before + choice[1]
         return self._writer.whole([tuple(choice) for choice in choices], self._written)
 
-    async def _echoed(self, prompt: Sequence[int], top: int) -> list[Told]:
-        """A prompt's own tokens, with log-probabilities where they are asked for."""
+    async def _echoed(self, request: Request) -> list[Told]:
+        """A prompt's own tokens, with log-probabilities where they are asked for; once for all
+        choices of the prompt."""
+        prompt, top = request.prompt, request.top_logprobs
+        if self._echo is not None and self._echo[0] is prompt:
+            return self._echo[1]
         pieces = self._reader.tokenizer.token_pieces(prompt)
         text = Text(())
         texts = [text.add(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
         scores: list[tuple[float | None, tuple]] = [(None, ())] * len(prompt)
         if self._asked.logprobs:
-            loop = asyncio.get_running_loop()
-            done = loop.create_future()
-
-            def score() -> None:
-                try:
-                    found = self._worker.engine.score(prompt, top)
-                except Exception as error:
-                    loop.call_soon_threadsafe(done.set_exception, RuntimeError(str(error)))
-                else:
-                    loop.call_soon_threadsafe(done.set_result, found)
-
-            self._worker.ask(score)
-            scores = [(None, ()), *await done]
-        return [Told(t, x, *s) for t, x, s in zip(texts, prompt, scores, strict=True)]
+            call = self._worker.call(lambda: self._worker.engine.score(prompt, top))
+            try:
+                found = await asyncio.wait_for(asyncio.wrap_future(call), self._left)
+            except ValueError as error:
+                raise RuntimeError(str(error)) from None
+            scores = [(None, ()), *found]
+        told = [Told(t, x, *s) for t, x, s in zip(texts, prompt, scores, strict=True)]
+        self._echo = prompt, told
+        return told
 
     async def stream(self) -> AsyncIterator[str]:
         asked, writer = self._asked, self._writer
@@ -391,7 +432,7 @@ class _Answer:
                     if asked.chat:
                         yield _line(writer.begin(index))
                     if asked.echo:
-                        before = await self._echoed(request.prompt, request.top_logprobs)
+                        before = await self._echoed(request)
                         text = "".join(x.text for x in before)
                         reason = None if request.max_tokens else "length"
                         yield _line(writer.part(index, text, before, reason))
@@ -408,7 +449,10 @@ class _Answer:
 
 def _parsed(raw: bytes) -> Any:
     try:
-        return json.loads(raw)
+        body = json.loads(raw)
+        # Half of a surrogate pair may be written in JSON, and nowhere else.
+        json.dumps(body, ensure_ascii=False).encode()
+        return body
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the body is no JSON ({error})") from None
 

@@ -10,6 +10,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import hf
 from jaxtrain.data import ByteTokenizer
+from jaxtrain.evaluate import command
 from jaxtrain.evaluate.command import perplexity
 from jaxtrain.evaluate.harness import harness_model, written
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
@@ -68,6 +69,19 @@ def test_rows_of_any_length_are_scored_in_their_order(mesh):
         Scorer(MODEL, model.params, mesh=mesh)([Row([1] * 50, 3)])
 
 
+def test_rows_of_few_learned_positions_are_scored():
+    config = DecoderConfig(vocab_size=31, seq_len=10, layers=1, width=16, heads=2)
+    params = decoder.init(config, jax.random.key(0))
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    (found,) = Scorer(config, params, mesh=mesh, rows=2)([Row(range(11), 10)])
+    logp = jax.nn.log_softmax(decoder.logits(config, params, np.arange(10)[None])[0])
+    expected = float(sum(logp[t, t + 1] for t in range(10)))
+    assert found.logprob == pytest.approx(expected, rel=1e-5)
+    for longest in (0, 11):
+        with pytest.raises(ValueError, match=f"`longest` is {longest}"):
+            Scorer(config, params, mesh=mesh, longest=longest)
+
+
 @pytest.mark.parametrize(("count", "longest", "stride"), [(2, 8, 8), (9, 8, 3), (50, 8, 3)])
 def test_windows_score_each_token_once_with_enough_before_it(count, longest, stride):
     scored = []
@@ -77,6 +91,25 @@ def test_windows_score_each_token_once_with_enough_before_it(count, longest, str
             assert token - row.tokens[0] >= min(token, longest - stride)
             scored.append(token)
     assert scored == list(range(1, count))
+
+
+def test_a_long_document_is_never_in_memory_as_rows(tmp_path, monkeypatch):
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    model = opened(mesh)
+    path = tmp_path / "text.txt"
+    path.write_text("What is said here is said twice. " * 4)
+    scorer = Scorer(MODEL, model.params, mesh=mesh)
+    whole, sizes = perplexity(str(path), model, scorer, stride=2), []
+    monkeypatch.setattr(command, "ROWS", 16)
+
+    def counted(rows):
+        sizes.append(len(rows))
+        return scorer(rows)
+
+    counted.longest = scorer.longest
+    found = perplexity(str(path), model, counted, stride=2)
+    assert max(sizes) == 16 < sum(sizes)
+    assert found == pytest.approx(whole, rel=1e-6)
 
 
 def test_the_bits_of_a_text_are_those_of_its_documents(tmp_path):

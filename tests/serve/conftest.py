@@ -30,6 +30,12 @@ def engine():
     return made
 
 
+def reader(template="plain"):
+    tokenizer = ByteTokenizer()
+    chat = ChatTemplate(TEMPLATES[template]) if template else None
+    return Reader(tokenizer, engine().longest, frozenset([tokenizer.eod]), chat)
+
+
 class Server:
     """What listens, and how a test asks it."""
 
@@ -53,10 +59,7 @@ class Server:
 @contextlib.contextmanager
 def serving(template="plain", **options):
     uvicorn = pytest.importorskip("uvicorn")
-    tokenizer, own = ByteTokenizer(), engine()
-    chat = ChatTemplate(TEMPLATES[template]) if template else None
-    reader = Reader(tokenizer, own.longest, frozenset([tokenizer.eod]), chat)
-    app = make_app(own, reader, model="small", **options)
+    app = make_app(engine(), reader(template), model="small", **options)
     config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(config)

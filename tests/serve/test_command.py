@@ -3,15 +3,24 @@
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 
 from experiments.gpt import Config, build
+from jaxtrain import hf
+from jaxtrain.data import ByteTokenizer
+from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run import trained
 from jaxtrain.run.main import main
+from jaxtrain.serve import opening
+from jaxtrain.serve.command import listen, template_of
+from jaxtrain.sharding.mesh import make_mesh
 from tests.commands import refused
 from tests.experiments.test_gpt import SMALL
 
@@ -41,6 +50,54 @@ def run(tmp_path_factory):
 def test_what_cannot_be_served_is_refused_before_anything_listens(run, flags, said, capsys):
     pytest.importorskip("uvicorn")
     assert said in refused(capsys, "serve", run, *flags)
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+def test_a_signal_that_comes_before_the_server_runs_ends_it(host, shown, monkeypatch, capsys):
+    uvicorn = pytest.importorskip("uvicorn")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, 0), family=family).close()
+    except OSError:
+        pytest.skip("this machine has no such address")
+    ends = []
+
+    def run(self, sockets):
+        signal.raise_signal(signal.SIGTERM)
+        ends.append(self.should_exit)
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        listen(None, name="small", host=host, port=0, drain_seconds=1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ends == [True]
+    assert f"small is served on http://{shown}:" in capsys.readouterr().out
+
+
+def test_a_base_model_has_no_chats_and_a_broken_template_is_told(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert template_of(None, str(tmp_path), ByteTokenizer()) is None
+    with pytest.raises(FileNotFoundError, match="no chat template for conversations"):
+        template_of(str(tmp_path), str(tmp_path), ByteTokenizer())
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{% if"}')
+    with pytest.raises(ValueError, match="not Jinja"):
+        template_of(None, str(tmp_path), ByteTokenizer())
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_s_is_refused(tmp_path, monkeypatch):
+    config = decoder.DecoderConfig(vocab_size=300, seq_len=16, layers=1, width=16, heads=2)
+    hf.save(tmp_path, config, decoder.init(config, jax.random.key(0)))
+    mesh = make_mesh(data=1, devices=jax.devices()[:1])
+    for size, fits in ((280, True), (301, False)):
+        tokenizer = types.SimpleNamespace(vocab_size=size)
+        monkeypatch.setattr(opening.SubwordTokenizer, "load", lambda _, given=tokenizer: given)
+        if fits:
+            assert opening.open_decoder(str(tmp_path), mesh=mesh).model.vocab_size == size
+        else:
+            with pytest.raises(ValueError, match="has 301 tokens, and the model 300"):
+                opening.open_decoder(str(tmp_path), mesh=mesh)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):

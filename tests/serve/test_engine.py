@@ -33,7 +33,8 @@ SIZES = {"slots": 4, "readers": 2, "chunk": 8, "page": 4, "longest": 40}
 
 @functools.cache
 def model_of(form="gpt2", dtype=jnp.float32):
-    config = DecoderConfig(vocab_size=31, seq_len=64, layers=2, width=16, heads=4, **FORMS[form])
+    given = {"tied": False} if form == "untied" else FORMS[form]
+    config = DecoderConfig(vocab_size=31, seq_len=64, layers=2, width=16, heads=4, **given)
     params = decoder.init(config, jax.random.key(0))
     # Larger than at the start: logits differ, and the most probable token is no tie.
     return config, jax.tree.map(lambda x: (3 * x).astype(dtype), params)
@@ -182,6 +183,41 @@ def test_log_probabilities_are_the_model_s():
         assert logprob == pytest.approx(event.logprob, abs=1e-5)
 
 
+def test_what_is_not_finite_stays_with_its_own_request():
+    config, params = model_of("untied")
+    tokens = params["embed"]["tokens"].at[30].set(jnp.nan)
+    params = params | {"embed": params["embed"] | {"tokens": tokens}}
+    engine = Engine(config, params, **SIZES)
+    short, long = Request([1, 2], 4, temperature=0), Request([3, 4, 5] * 10, 6, temperature=0)
+    alone = [answers(engine, [each])[0] for each in (short, long)]
+    bad, *found = answers(engine, [Request([30, 2, 3], 4, temperature=0), short, long])
+    assert np.isnan(np.frombuffer(bad[1], np.float32)).all()
+    assert found == alone
+    assert answers(engine, [short, long]) == alone
+
+
+def test_a_nucleus_of_almost_nothing_is_the_most_probable_token():
+    engine = Engine(*model_of(), **SIZES)
+    given = {"prompt": [1, 2, 3], "max_tokens": 6}
+    asked = [Request(**given, top_p=1e-60), Request(**given, temperature=0)]
+    drawn, best = answers(engine, asked)
+    assert drawn == best
+
+
+def test_a_prompt_as_long_as_the_learned_positions_is_scored():
+    config, params = model_of()
+    (prompt,) = prompts(8, 40)
+    engine = Engine(dataclasses.replace(config, seq_len=40), cut_positions(params, 40), **SIZES)
+    logp = jax.nn.log_softmax(decoder.logits(config, params, np.array([prompt])))[0]
+    expected = [logp[t, prompt[t + 1]] for t in range(39)]
+    np.testing.assert_allclose([x for x, _ in engine.score(prompt)], expected, atol=1e-5)
+
+
+def cut_positions(params, count):
+    embed = params["embed"]
+    return params | {"embed": embed | {"positions": embed["positions"][:count]}}
+
+
 @pytest.mark.parametrize("form", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
 def test_a_mesh_writes_the_same_tokens(form):
     config, params = model_of(form)
@@ -198,6 +234,10 @@ def test_a_mesh_writes_the_same_tokens(form):
     [
         ({"slots": 1}, "`slots` is 1"),
         ({"chunk": 6}, "`chunk` is 6"),
+        ({"page": 0}, "`page` is 0"),
+        ({"page": -4}, "`page` is -4"),
+        ({"longest": 0}, "`longest` is 0"),
+        ({"pages": 0}, "`pages` is 0"),
         ({"longest": 65}, "64 learned positions"),
         ({"pages": 10}, "`pages` is 10"),
     ],

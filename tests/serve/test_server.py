@@ -1,15 +1,17 @@
 """The HTTP server, over a socket."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import http.client
 import json
+import threading
 
 import pytest
 
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.server import Limits
-from tests.serve.conftest import serving
+from jaxtrain.serve.server import Limits, make_app
+from tests.serve.conftest import engine, reader, serving
 from tests.waiting import eventually
 
 ASKED = {"prompt": "hello", "temperature": 0, "max_tokens": 9}
@@ -118,6 +120,9 @@ def test_what_cannot_be_answered_has_a_status_and_a_sentence(server):
         ("/v1/completions", "{", 400, "no JSON"),
         ("/v1/completions", "[" * 9000, 400, "no JSON"),
         ("/v1/completions", '{"prompt": 3}', 400, "prompt must be"),
+        ("/v1/completions", r'{"prompt": "a", "\ud800": 1}', 400, "surrogates not allowed"),
+        ("/v1/completions", r'{"prompt": "\ud800"}', 400, "no JSON"),
+        ("/v1/completions", '{"prompt": "a", "max_tokens": 1%s}' % ("0" * 4000), 400, "of this"),
         ("/v1/completions", " " * 20_001, 413, "larger than 20000"),
         ("/v1/completions", None, 405, ""),
         ("/v1/else", "{}", 404, ""),
@@ -125,16 +130,25 @@ def test_what_cannot_be_answered_has_a_status_and_a_sentence(server):
         found, text = server.ask(path, raw=raw)
         assert found == status, text
         if said:
-            assert said in json.loads(text)["error"]["message"]
+            sentence = json.loads(text)["error"]["message"]
+            assert said in sentence
+            assert len(sentence) < 500
     status, text = server.ask("/v1/models")
     assert [x["id"] for x in json.loads(text)["data"]] == ["small"]
 
 
-def test_metrics_count_what_was_answered(server):
-    server.complete(**ASKED)
+def metrics(server):
     status, text = server.ask("/metrics")
     assert status == 200
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+
+def test_metrics_count_what_was_answered(server):
+    before = int(metrics(server)["jaxtrain_prompt_tokens_total"])
+    _, found = server.complete(**ASKED | {"prompt": ["hello", "you"], "n": 2})
+    values = metrics(server)
+    read = int(values["jaxtrain_prompt_tokens_total"]) - before
+    assert read == found["usage"]["prompt_tokens"] == 10
     assert int(values['jaxtrain_requests_total{status="200"}']) >= 1
     assert int(values["jaxtrain_requests_live"]) == 0
     assert int(values["jaxtrain_slots"]) == 4
@@ -142,6 +156,47 @@ def test_metrics_count_what_was_answered(server):
     count = int(values["jaxtrain_first_token_seconds_count"])
     assert int(values['jaxtrain_first_token_seconds_bucket{le="+Inf"}']) == count >= 1
     assert server.ask("/health")[0] == 200
+
+
+def test_a_prompt_is_scored_once_for_all_its_choices(server, monkeypatch):
+    scored, score = [], Engine.score
+    monkeypatch.setattr(Engine, "score", lambda *given: scored.append(1) or score(*given))
+    asked = {"prompt": ["abcd", "abce"], "n": 3, "max_tokens": 0, "echo": True, "logprobs": 0}
+    _, found = server.complete(**asked)
+    assert len(found["choices"]) == 6
+    assert len(scored) == 2
+
+
+def test_a_client_that_reads_nothing_of_a_stream_meets_its_limit():
+    pytest.importorskip("starlette")
+    body = json.dumps(ASKED | {"stream": True, "n": 2}).encode()
+    app = make_app(engine(), reader(), model="small", limits=Limits(seconds=0.2))
+
+    async def receive(given=[body]):  # noqa: B006
+        while not given:
+            await asyncio.sleep(60)
+        return {"type": "http.request", "body": given.pop()}
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(60)
+
+    async def ask():
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        await asyncio.wait_for(app(scope, receive, send), 30)
+
+    asyncio.run(ask())
+    worker = app.state.worker
+    eventually(lambda: not worker.engine.is_busy)
+    worker.close()
+    worker.join(30)
+    assert not worker.is_alive()
+
+
+def test_a_key_may_have_any_letters():
+    with serving(key="schlüssel") as server:
+        own = {"authorization": "Bearer schlüssel".encode()}
+        assert server.ask("/v1/models", headers=own)[0] == 200
 
 
 def test_a_key_is_asked_for_and_too_many_are_refused():
@@ -154,16 +209,25 @@ def test_a_key_is_asked_for_and_too_many_are_refused():
 
 
 def test_a_failure_of_the_engine_reaches_those_who_wait(monkeypatch):
+    gate = threading.Event()
+
     def fail(self):
+        gate.wait(60)
         raise OSError("the device is gone")
 
-    with serving() as server:
+    scored = {"prompt": "hello", "max_tokens": 0, "echo": True, "logprobs": 0}
+    with serving() as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
         monkeypatch.setattr(Engine, "step", fail)
-        status, answer = server.complete(**ASKED)
-        assert status == 503
-        assert "engine has failed" in answer["error"]["message"]
+        writes = pool.submit(server.complete, **ASKED)
+        eventually(lambda: server.worker.steps)
+        scores = pool.submit(server.complete, **scored)
+        eventually(lambda: not server.worker._inbox.empty())
+        gate.set()
+        for status, answer in (writes.result(), scores.result()):
+            assert status == 503
+            assert "engine has failed" in answer["error"]["message"]
         eventually(lambda: not server.worker.is_alive())
-        assert server.complete(**ASKED)[0] == 503
+        assert server.complete(**ASKED)[0] == server.complete(**scored)[0] == 503
         assert server.ask("/health")[0] == 503
         server.worker.engine.waiting.clear()
         for slot, row in enumerate(server.worker.engine.rows):
