@@ -104,7 +104,8 @@ def test_variants_take_turns_and_layouts_and_calls_vary(monkeypatch):
 def test_quartiles_and_what_is_not_known_of_a_table(capsys):
     seconds = (0.001, 0.002, 0.003, 0.004, 0.1)
     values = {f.name: 1.0 for f in dataclasses.fields(turns.Result)}
-    result = turns.Result(**values | {"step_seconds": seconds, "losses": (1.0,), "name": "x=1"})
+    values |= {"step_seconds": seconds, "losses": (1.0,), "name": "x=1", "rounding": {}}
+    result = turns.Result(**values)
     assert result.milliseconds == pytest.approx((2, 3, 4))
     result = dataclasses.replace(result, held_out=None, measured_bytes=None, mfu=0.25)
     command.print_table([result], command.CompareOptions("mine"), item="rows")

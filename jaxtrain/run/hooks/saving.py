@@ -191,8 +191,8 @@ class Saving(Hook):
         self.run.owner.check()
         evaluated, means = self.evaluated
         metrics = {f"eval/{name}": x for name, x in means.items() if not np.ndim(x)}
-        told = state.opt_state, state.method
-        frozen = () if self.run.options.save_frozen else optim.frozen(told)
+        keep = self.run.options.save_frozen
+        frozen = () if keep else optim.frozen((state.opt_state, state.method))
         since = self.clock()
         started = self.checkpoints.save(
             step,
