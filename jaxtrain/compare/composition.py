@@ -67,7 +67,8 @@ def markdown(kept: Results, all_of: Sequence[Capability]) -> str:
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     lines.append("")
     for outcome, title in (("fault", "Faults"), ("refused", "Refused")):
-        apart = [set(key) for key, x in kept.items() if len(key) == 2 and x.outcome == outcome]
+        of_pairs = (key for key, x in sorted(kept.items()) if x.outcome == outcome)
+        apart = [set(key) for key in of_pairs if len(key) == 2]
         if those := [f"- {each}" for each in _by_capability(apart)]:
             lines += [f"{title}:", "", *those, ""]
     absent = (f"{each.name} ({each.needs})" for each in all_of if each.needs)

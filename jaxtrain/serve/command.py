@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 from typing import Any
 
 import jax
@@ -106,7 +105,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         ends_of(opened.folder, opened.tokenizer),
         template_of(options.chat_template, opened.folder, opened.tokenizer),
     )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    _log_requests()
     engine.warm_up()
     name = options.name or os.path.basename(os.path.abspath(opened.folder))
     limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
@@ -139,6 +138,15 @@ def listen(app: Any, *, name: str, host: str, port: int, drain_seconds: int) -> 
         print(f"{name} is served on http://{at}:{port}/v1  (Ctrl-C ends it)", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listening])
+
+
+def _log_requests() -> None:
+    """Shows a line per request on standard error, whatever a library does to the root logger."""
+    log, handler = logging.getLogger("jaxtrain.serve"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    log.propagate = False
 
 
 def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:

@@ -245,8 +245,13 @@ def make_app(
             return Stream(own.stream(), media_type="text/event-stream", headers=headers)
         work = asyncio.ensure_future(own.whole())
         watch = asyncio.ensure_future(_gone(request))
-        await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
-        watch.cancel()
+        try:
+            await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            work.cancel()
+            return refused(503, "the server ends: ask again when it has been started")
+        finally:
+            watch.cancel()
         if not work.done():
             work.cancel()
             numbers.answers[499] += 1
@@ -263,11 +268,12 @@ def make_app(
         return JSONResponse(found)
 
     class Stream(StreamingResponse):
-        """A stream that ends, a second after its own limit, whatever its client reads."""
+        """A stream that ends with the server, and a second after its own limit, whatever its client
+        reads."""
 
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
             try:
-                with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(TimeoutError, asyncio.CancelledError):
                     async with asyncio.timeout(limits.seconds + 1):
                         await super().__call__(scope, receive, send)
             finally:

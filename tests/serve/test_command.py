@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -110,7 +111,9 @@ def test_a_run_is_served_until_a_signal_lets_open_requests_end(run):
     pytest.importorskip("uvicorn")
     command = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--page", "8"]
     command += ["--chunk", "8", "--simulate-devices", "2", "--tensor", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             line = process.stdout.readline()
             assert "is served on http://127.0.0.1:" in line
@@ -129,5 +132,8 @@ def test_a_run_is_served_until_a_signal_lets_open_requests_end(run):
             parts = [json.loads(x.removeprefix("data: ")) for x in text.split("\n\n")[:-2]]
             assert "".join(x["choices"][0]["text"] for x in parts) == expected
             assert process.wait(60) == 0
+            said = process.stderr.read()
+            assert re.search(r"completion: 1 choices, \d+ tokens read, \d+ written", said)
+            assert "to be" not in said  # nothing of what was asked
         finally:
             process.kill()

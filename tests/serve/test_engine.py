@@ -63,7 +63,9 @@ def answers(engine, requests, *, cancel=()):
     ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", ["llama", *(pytest.param(form, marks=pytest.mark.slow) for form in ("gpt2", "windows"))]
+)
 def test_tokens_are_those_of_generation(form):
     config, params = model_of(form)
     asked = prompts(0, 1, 7, 8, 9, 20, 16)

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import http.client
 import json
 import threading
@@ -167,30 +168,58 @@ def test_a_prompt_is_scored_once_for_all_its_choices(server, monkeypatch):
     assert len(scored) == 2
 
 
-def test_a_client_that_reads_nothing_of_a_stream_meets_its_limit():
+@contextlib.contextmanager
+def asking(limits, **asked):
+    """An application, and what asks it, without a socket."""
     pytest.importorskip("starlette")
-    body = json.dumps(ASKED | {"stream": True, "n": 2}).encode()
-    app = make_app(engine(), reader(), model="small", limits=Limits(seconds=0.2))
+    app = make_app(engine(), reader(), model="small", limits=limits)
+    bodies = [json.dumps(ASKED | asked).encode()]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
 
-    async def receive(given=[body]):  # noqa: B006
-        while not given:
+    async def receive():
+        while not bodies:
             await asyncio.sleep(60)
-        return {"type": "http.request", "body": given.pop()}
+        return {"type": "http.request", "body": bodies.pop()}
 
+    worker = app.state.worker
+    yield worker, functools.partial(app, scope, receive)
+    eventually(lambda: not worker.engine.is_busy)
+    worker.close()
+    worker.join(30)
+    assert not worker.is_alive()
+
+
+def test_a_client_that_reads_nothing_of_a_stream_meets_its_limit():
     async def send(message):
         if message["type"] == "http.response.body":
             await asyncio.sleep(60)
 
     async def ask():
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-        await asyncio.wait_for(app(scope, receive, send), 30)
+        await asyncio.wait_for(call(send), 30)
 
-    asyncio.run(ask())
-    worker = app.state.worker
-    eventually(lambda: not worker.engine.is_busy)
-    worker.close()
-    worker.join(30)
-    assert not worker.is_alive()
+    with asking(Limits(seconds=0.2), stream=True, n=2) as (_, call):
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_ends_says_so_to_who_still_waits(stream):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def ask():
+        task = asyncio.create_task(call(send))
+        while not worker.engine.is_busy:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await task
+
+    with asking(Limits(), stream=stream, max_tokens=110, n=9) as (worker, call):
+        asyncio.run(ask())
+    assert sent[0]["status"] == (200 if stream else 503)
+    if not stream:
+        assert b"the server ends" in sent[1]["body"]
 
 
 def test_a_key_may_have_any_letters():
