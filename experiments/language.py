@@ -25,7 +25,6 @@ from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
-from jaxtrain.hf import hub
 from jaxtrain.hf.family import OURS
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect
@@ -34,6 +33,7 @@ from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
 from jaxtrain.run import trained
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
+from jaxtrain.serve.opening import find_model, form_of
 from jaxtrain.sharding.rules import Rules, batch_parts
 from jaxtrain.tree import map_named, named_leaves
 
@@ -221,16 +221,8 @@ def with_tokens(
 
 def open_source(path: str, form: str) -> Source:
     """Opens what ``--init-from`` names, having downloaded a model of the hub; no weight is read."""
-    path = hub.local_folder(path)
-    folder = as_path(path)
-    is_run = exists(folder / "checkpoints")
-    if not is_run and not exists(folder / "config.json"):
-        raise ValueError(
-            f"'{path}' is neither a run nor a Hugging Face folder: a run has a folder checkpoints, "
-            "a Hugging Face folder has config.json and safetensors"
-        )
-    model = trained.model(path) if is_run else hf.read_config(path)
-    own = next(name for name, (kind, _) in trained.FORMS.items() if isinstance(model, kind))
+    path, model, is_run = find_model(path)
+    own = form_of(model)
     if own != form:
         raise ValueError(
             f"the model in '{path}' is of the form {own}, not {form}: train it with "

@@ -16,8 +16,7 @@ from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.run.main import parse
 from jaxtrain.run.refusal import refusing
-from jaxtrain.serve.opening import open_decoder
-from jaxtrain.sharding.mesh import make_mesh
+from jaxtrain.serve.opening import mesh_for, open_decoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,18 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refusing(Config):
         check_least(config, samples=1, beams=1, tokens=1)
         quiet.start()
-        if config.mesh.pipe != 1:
-            raise ValueError(
-                f"--mesh.pipe {config.mesh.pipe} is for training, where microbatches fill a "
-                "pipeline: split the weights over fsdp or tensor"
-            )
+        mesh = mesh_for(config.mesh)
         for name in ("samples", "temperature", "top_k", "top_p") if config.beams > 1 else ():
             if (value := getattr(config, name)) not in (0, getattr(Config, name)):
                 raise ValueError(
                     f"--{name.replace('_', '-')} {value} is for texts that are drawn, and --beams "
                     f"{config.beams} searches for one: leave either out"
                 )
-        mesh = make_mesh(**config.mesh.sizes)
         opened, asked = open_decoder(config.run, mesh=mesh, step=config.step), config.prompt
         model, params, tokenizer, folder = opened
         if config.chat:

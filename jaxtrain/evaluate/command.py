@@ -20,8 +20,7 @@ from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import MeshShape
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import Opened, open_decoder
-from jaxtrain.sharding.mesh import make_mesh
+from jaxtrain.serve.opening import Opened, mesh_for, open_decoder
 
 # In the folder of a run that has been evaluated.
 RESULTS = "evaluations.jsonl"
@@ -79,12 +78,7 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
-    if options.mesh.pipe != 1:
-        raise ValueError(
-            f"--mesh.pipe {options.mesh.pipe} is for training, where microbatches fill a pipeline: "
-            "split the weights over fsdp or tensor"
-        )
-    mesh = make_mesh(**options.mesh.sizes)
+    mesh = mesh_for(options.mesh)
     opened = open_decoder(options.model, mesh=mesh, step=options.step)
     given = {"rows": options.rows, "longest": options.longest}
     scorer = Scorer(opened.model, opened.params, mesh=mesh, **given)

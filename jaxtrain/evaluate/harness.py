@@ -99,8 +99,7 @@ def written(tokenizer: Tokenizer, engine: Engine, asked: Sequence[tuple[str, dic
             text = texts[event.number]
             if text.stopped:
                 continue
-            is_end = event.token == tokenizer.eod
-            piece = b"" if is_end else tokenizer.token_pieces([event.token])[0]
+            (piece,) = tokenizer.token_pieces([event.token])
             found[event.number] += text.add(piece, last=event.reason is not None)
             if text.stopped and event.reason is None:
                 engine.cancel(event.number)

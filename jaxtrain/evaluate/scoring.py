@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.serve.engine import row_length
 from jaxtrain.sharding.rules import batch_parts
 from jaxtrain.stages import run_layers
 
@@ -53,13 +54,7 @@ class Scorer:
         rows: int = 16,
         longest: int | None = None,
     ):
-        self.longest = model.seq_len if longest is None else longest
-        if self.longest < 1:
-            raise ValueError(f"`longest` is {longest}: give at least 1 token")
-        if model.positions == "learned" and self.longest > model.seq_len:
-            raise ValueError(
-                f"`longest` is {longest}: the model has {model.seq_len} learned positions"
-            )
+        self.longest = row_length(model, longest, least=1)
         self._params, self._mesh = params, mesh
         self._rows = -(-rows // batch_parts(mesh)) * batch_parts(mesh)
         self._run = jax.jit(functools.partial(_log_probs, model))

@@ -117,25 +117,17 @@ class Engine:
         pages: int | None = None,
         mesh: Mesh | None = None,
     ):
-        longest = model.seq_len if longest is None else longest
+        longest = row_length(model, longest, least=2)
         for name, value in (("slots", slots), ("readers", readers)):
             if value < 2:
                 raise ValueError(
                     f"`{name}` is {value}: a row alone is computed in another order; give 2 or more"
                 )
-        if longest < 2:
-            raise ValueError(
-                f"`longest` is {longest}: a prompt and its answer have 2 tokens or more"
-            )
         if page < 1:
             raise ValueError(f"`page` is {page}: give at least 1 position")
         if chunk < 1 or chunk % page:
             raise ValueError(
                 f"`chunk` is {chunk}: it must be a multiple of `page`, which is {page}"
-            )
-        if model.positions == "learned" and longest > model.seq_len:
-            raise ValueError(
-                f"`longest` is {longest}: the model has {model.seq_len} learned positions"
             )
         self.model, self.longest, self.chunk, self.page = model, longest, chunk, page
         self.most = -(-longest // page)  # pages of a row
@@ -149,7 +141,7 @@ class Engine:
         self.rows: list[_Row | None] = [None] * slots
         self.waiting: deque[_Row] = deque()
         self._numbers, self._readers, self._params = 0, readers, params
-        self._mesh = contextlib.nullcontext() if mesh is None else mesh
+        self._mesh = mesh
         self._table = np.zeros((slots, self.most), np.int32)
         self._sampling = RowSampling(
             np.zeros(slots, np.float32),
@@ -173,8 +165,7 @@ class Engine:
         self._score = jax.jit(functools.partial(_scored, model))
 
     def _on_mesh(self) -> Any:
-        mesh = self._mesh
-        return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else mesh
+        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     @property
     def programs(self) -> int:
@@ -340,6 +331,17 @@ class Engine:
     def _leave(self, slot: int) -> None:
         self.pool.give_back(self.rows[slot].pages)
         self.rows[slot] = None
+
+
+def row_length(model: DecoderConfig, longest: int | None, *, least: int) -> int:
+    """Returns how many tokens a row may have: ``longest``, or what the model was trained with.
+    Raises ValueError for fewer than ``least``, and beyond learned positions."""
+    longest = model.seq_len if longest is None else longest
+    if longest < least:
+        raise ValueError(f"`longest` is {longest}: give at least {least}")
+    if model.positions == "learned" and longest > model.seq_len:
+        raise ValueError(f"`longest` is {longest}: the model has {model.seq_len} learned positions")
+    return longest
 
 
 def _key_heads(model: DecoderConfig) -> int:

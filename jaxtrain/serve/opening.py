@@ -9,9 +9,11 @@ from jaxtrain import hf
 from jaxtrain.data import SubwordTokenizer, Tokenizer
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path, exists
+from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.run import trained
+from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.rules import param_shardings
 
 
@@ -35,20 +37,15 @@ def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
     Raises:
       ValueError: there is no such model, it is no decoder, or its tokenizer is another's.
     """
-    folder = hub.local_folder(name)
-    if exists(as_path(folder) / "checkpoints"):
-        check_decoder(trained.model(folder), folder)
+    folder, model, is_run = find_model(name)
+    if not isinstance(model, DecoderConfig):
+        raise ValueError(f"the model in '{folder}' is of the form {form_of(model)}: give a decoder")
+    if is_run:
         model, params, tokenizer = trained.load(folder, step, mesh=mesh)
-    elif exists(as_path(folder) / "config.json"):
-        model = check_decoder(hf.read_config(folder), folder)
+    else:
         params = hf.open_weights(folder)
         params = hf.load(params, param_shardings(params, mesh, decoder.RULES))
         tokenizer = SubwordTokenizer.load(folder)
-    else:
-        raise ValueError(
-            f"'{folder}' is neither a run nor a Hugging Face folder: a run has a folder "
-            "checkpoints, a Hugging Face folder has config.json and safetensors"
-        )
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens, and the model "
@@ -59,9 +56,35 @@ def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
     return Opened(model, params, tokenizer, folder)
 
 
-def check_decoder(model: trained.Model, folder: str) -> DecoderConfig:
-    """Returns a model that is a decoder; raises ValueError for another."""
-    if not isinstance(model, DecoderConfig):
-        form = next(name for name, (kind, _) in trained.FORMS.items() if isinstance(model, kind))
-        raise ValueError(f"the model in '{folder}' is of the form {form}: give a decoder")
-    return model
+def find_model(name: str) -> tuple[str, trained.Model, bool]:
+    """Finds a model, having downloaded one of the hub; no weight is read.
+
+    Returns:
+      The local folder, the model's sizes, and whether the folder is a run's.
+
+    Raises:
+      ValueError: there is no such model.
+    """
+    folder = hub.local_folder(name)
+    is_run = exists(as_path(folder) / "checkpoints")
+    if not is_run and not exists(as_path(folder) / "config.json"):
+        raise ValueError(
+            f"'{folder}' is neither a run nor a Hugging Face folder: a run has a folder "
+            "checkpoints, a Hugging Face folder has config.json and safetensors"
+        )
+    return folder, trained.model(folder) if is_run else hf.read_config(folder), is_run
+
+
+def form_of(model: trained.Model) -> str:
+    """Returns the name of a model's form, a key of :data:`jaxtrain.run.trained.FORMS`."""
+    return next(name for name, (kind, _) in trained.FORMS.items() if isinstance(model, kind))
+
+
+def mesh_for(shape: MeshShape) -> Mesh:
+    """Makes the mesh of a model that is not trained; raises ValueError for one with a pipeline."""
+    if shape.pipe != 1:
+        raise ValueError(
+            f"--mesh.pipe {shape.pipe} is for training, where microbatches fill a pipeline: split "
+            "the weights over fsdp or tensor"
+        )
+    return make_mesh(**shape.sizes)

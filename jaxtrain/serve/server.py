@@ -58,6 +58,11 @@ class Worker(threading.Thread):
         self._calls: set[concurrent.futures.Future] = set()
         self._lock, self._ended = threading.Lock(), False
 
+    @property
+    def is_well(self) -> bool:
+        """Whether it works, and has not failed."""
+        return self.failed is None and self.is_alive()
+
     def run(self) -> None:
         try:
             while self._work():
@@ -215,7 +220,7 @@ def make_app(
     async def answer(request: Any, *, chat: bool) -> Response:
         if not is_known(request):
             return refused(401, "the API key is missing or wrong: give it as a bearer token")
-        if worker.failed is not None or not worker.is_alive():
+        if not worker.is_well:
             return refused(503, FAILED)
         if numbers.live >= limits.requests:
             return refused(429, f"{limits.requests} requests are being answered: try again later")
@@ -287,8 +292,8 @@ def make_app(
 
     async def health(request: Any) -> Response:
         del request
-        is_well = worker.failed is None and worker.is_alive()
-        return JSONResponse({"status": "ok" if is_well else "failed"}, 200 if is_well else 503)
+        status, code = ("ok", 200) if worker.is_well else ("failed", 503)
+        return JSONResponse({"status": status}, code)
 
     async def metrics(request: Any) -> Response:
         del request
