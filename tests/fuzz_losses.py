@@ -234,7 +234,8 @@ def _run(r: random.Random) -> str | None:
     if "schedule" in options:
         # XLA's partitioner moves a table between these axes by permutes. In the branch that a stage
         # takes alone, each waits for ever on a CPU, where all devices must join one.
-        if loss.error == "words" and min(sizes.get("fsdp", 1), sizes.get("tensor", 1)) > 1:
+        over = sizes.get("data", 1) * sizes.get("fsdp", 1)
+        if loss.error == "words" and min(over, sizes.get("tensor", 1)) > 1:
             options["skip_bubbles"] = False
         engine = jt.pipeline(
             make_stages(loss, stack), mesh=mesh, microbatches=microbatches, policy=POLICY, **options

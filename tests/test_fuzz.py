@@ -1,11 +1,9 @@
 """Models that constrain nothing train on every mesh as on one device, and random losses of users as
 their definition says; see tests/fuzz.py and tests/fuzz_losses.py."""
 
-import itertools
 import pathlib
 import subprocess
 import sys
-import time
 
 import jax
 import pytest
@@ -47,10 +45,8 @@ def test_losses_of_users_are_what_they_are_by_definition(number):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
 def test_random_losses_of_users_are_what_they_are_by_definition(seed):
-    end, faults = time.monotonic() + 60, []
-    for number in itertools.count(seed * 1_000_000):
-        if time.monotonic() > end:
-            break
+    faults = []
+    for number in range(seed * 1_000_000, seed * 1_000_000 + 40):
         faults += filter(None, [fuzz_losses.run(number)])
         jax.clear_caches()
     assert not faults
