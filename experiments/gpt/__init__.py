@@ -209,6 +209,11 @@ def with_answers(
     ):
         if found:
             raise ValueError(f"{what} and --distill.stored are losses of their own: leave one out")
+    if numbers.pop("hidden"):
+        raise ValueError(
+            f"--distill.hidden is {distill.hidden}, and stored answers have no hidden states: give "
+            "--distill.teacher, or leave it out"
+        )
     about = read_about(distill.stored)
     if about["temperature"] != distill.temperature:
         raise ValueError(

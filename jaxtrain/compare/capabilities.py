@@ -250,6 +250,9 @@ def _preferences(loss: str, experiment: Experiment) -> Experiment:
             for name in ("tokens", "targets"):
                 batch[name] = batch[name].at[:, 1].add(128) % model.vocab_size
             batch["segments"] = jnp.ones_like(batch["segments"])
+            if loss == "kto_unpaired":  # One side is the answer, the other one of another prompt.
+                sign_B11 = 1 - 2 * (batch["tokens"][:, :1, :1] % 2)
+                batch["mask"] *= sign_B11 * jnp.array([[1], [-1]])
             found = function(*given[:place], batch, *given[place + 1 :])
             # Means of scores of both signs are rounding, as a new head has them.
             bare = loss == "reward" and isinstance(found, WeightedLoss)
@@ -288,7 +291,7 @@ def _distilled(experiment: Experiment) -> Experiment:
     teacher = dataclasses.replace(model, **sizes)
     # As drawn, all tokens are alike to both models, and their divergence is rounding.
     init = lambda rng: jax.tree.map(lambda x: 4 * x, decoder.init(teacher, rng))  # noqa: E731
-    loss = decoder.distillation_loss(model, teacher, temperature=2.0, mix=0.5)
+    loss = decoder.distillation_loss(model, teacher, temperature=2.0, mix=0.5, hidden=0.5)
     given = {"depth": model.layers, "teacher_rules": decoder.RULES}
     return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
 
@@ -356,6 +359,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("population of adapters", change=_populated, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=functools.partial(_preferences, "dpo"), **names)
+    own = functools.partial(_preferences, "kto_unpaired")
+    yield tune("preferences, unpaired", change=own, **names)
     names["called"] += "|head"
     yield tune("reward model", change=functools.partial(_preferences, "reward"), **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}

@@ -42,14 +42,21 @@ class Distill:
     """The logits of both are divided by this before they are compared."""
     mix: float = 0.5
     """The share of the teacher in the loss; the rest is the text's."""
+    hidden: float = 0.0
+    """A weight of what both models' last hidden states differ by: the squared differences of the
+    cosines of a document's tokens, which need no common width."""
 
     def numbers(self) -> dict[str, float]:
-        """Returns the temperature and the mix; raises ValueError for those that cannot be."""
+        """Returns temperature, mix and hidden; raises ValueError for those that cannot be."""
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"`temperature` is {self.temperature}: give a number above 0")
         if not 0 <= self.mix <= 1:
             raise ValueError(f"`mix` is {self.mix}, and is a share: give a number from 0 to 1")
-        return {"temperature": self.temperature, "mix": self.mix}
+        if not 0 <= self.hidden < float("inf"):
+            raise ValueError(
+                f"`hidden` is {self.hidden}, and is a weight: give 0 or a number above"
+            )
+        return {"temperature": self.temperature, "mix": self.mix, "hidden": self.hidden}
 
 
 @dataclasses.dataclass(frozen=True)

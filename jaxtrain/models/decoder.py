@@ -326,11 +326,18 @@ def scores(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
 
 
 def distillation_loss(
-    config: DecoderConfig, teacher: DecoderConfig, *, temperature: float, mix: float
+    config: DecoderConfig,
+    teacher: DecoderConfig,
+    *,
+    temperature: float,
+    mix: float,
+    hidden: float = 0.0,
 ) -> Callable[[Params, jax.Array, Params, jax.Array, Batch], WeightedLoss]:
     """Returns ``loss(params, x, teacher_params, teacher_x, batch)``, the last stage of two models,
     of which the first learns from the second: ``(1 - mix) cross_entropy + mix temperature^2
-    divergence`` of every token, which are metrics in nats (:func:`jaxtrain.ops.losses.divergence`).
+    divergence`` of every token, which are metrics in nats (:func:`jaxtrain.ops.losses.divergence`),
+    and ``hidden`` times the :func:`jaxtrain.ops.losses.relations` of both models' last hidden
+    states.
 
     Raises:
       ValueError: for models of different tokens.
@@ -343,10 +350,12 @@ def distillation_loss(
         )
 
     def loss(params, x_BTD, teacher_params, teacher_x_BTE, batch):
+        x_BTD = _final_norm(config, params, x_BTD)
+        teacher_x_BTE = _final_norm(teacher, teacher_params, teacher_x_BTE)
         nll, correct, kl = losses.divergence(
-            _final_norm(config, params, x_BTD),
+            x_BTD,
             layers.head_kernel(config, params),
-            _final_norm(teacher, teacher_params, teacher_x_BTE),
+            teacher_x_BTE,
             layers.head_kernel(teacher, teacher_params),
             batch["targets"],
             batch["mask"],
@@ -355,7 +364,14 @@ def distillation_loss(
             softcaps=(config.logit_softcap, teacher.logit_softcap),
             chunk=config.loss_chunk,
         )
-        return _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
+        found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
+        if not hidden:
+            return found
+        how = {"segments_BT": batch.get("segments"), "chunk": config.loss_chunk}
+        apart = losses.relations(x_BTD, teacher_x_BTE, batch["mask"], **how)
+        metrics = {**found.metrics, "relations": jax.lax.stop_gradient(apart)}
+        total = found.total + hidden * apart
+        return dataclasses.replace(found, total=total, metrics=metrics)
 
     return loss
 

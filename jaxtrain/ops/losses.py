@@ -194,6 +194,63 @@ def stored_divergence(
     return _diverging(kl, *given, softcap=softcap, **how)
 
 
+def relations(
+    x_BTD: jax.Array,
+    teacher_x_BTE: jax.Array,
+    mask_BT: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    chunk: int | None = None,
+) -> jax.Array:
+    """Sums how differently a student and its teacher see the tokens of a document.
+
+    A token's part is the mean, over the tokens of its document, of the squared difference of two
+    cosines: that of both tokens' hidden states in the student, and in the teacher. Their widths may
+    differ (similarity-preserving distillation, Tung and Mori 2019,
+    https://arxiv.org/abs/1907.09682). The teacher has no gradient. Cosines exist for one tile of
+    tokens at a time.
+
+    Args:
+      teacher_x_BTE: the teacher's hidden states.
+      mask_BT: weights of tokens, both as one of a pair and in the sum.
+      segments_BT: numbers of documents; left out, a row is one.
+
+    Other arguments and errors are those of :func:`cross_entropy`.
+
+    Returns:
+      The sum, weighted by the mask; a float32 scalar.
+
+    >>> apart, alike = jnp.eye(2)[None], jnp.ones((1, 2, 3))
+    >>> f"{relations(apart, alike, jnp.ones((1, 2))):.4f}"  # of each, (0 + 1) / 2
+    '1.0000'
+    """
+    of_pairs = jax.ShapeDtypeStruct((x_BTD.shape[-1], x_BTD.shape[1]), x_BTD.dtype)
+    tiles = _count_tiles(x_BTD, of_pairs, chunk)
+    mask_BT = mask_BT.astype(wide(x_BTD.dtype))
+    segments_BT = jnp.zeros(mask_BT.shape, int) if segments_BT is None else segments_BT
+
+    def directions(x):
+        x = x.astype(mask_BT.dtype)
+        return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-12)
+
+    both = directions(x_BTD), directions(jax.lax.stop_gradient(teacher_x_BTE))
+    whole = [constrain(x, "batch", None, None) for x in both]
+
+    @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
+    def tile(_, parts):
+        *some, segments_BN = parts
+        some = [constrain(x, "batch", "sequence", None) for x in some]
+        student_BNT, teacher_BNT = (
+            jnp.einsum("BND,BTD->BNT", *each) for each in zip(some, whole, strict=True)
+        )
+        among_BNT = (segments_BN[:, :, None] == segments_BT[:, None]) * mask_BT[:, None]
+        sum_BN = (among_BNT * jnp.square(student_BNT - teacher_BNT)).sum(-1)
+        return None, (sum_BN / jnp.maximum(among_BNT.sum(-1), 1e-6),)
+
+    _, (per_token_BT,) = _over_tiles(tile, None, tiles, *both, segments_BT)
+    return (per_token_BT * mask_BT).sum()
+
+
 def _diverging(
     kl, x_BTD, kernel_DV, targets_BT, mask_BT, *of_teacher, vocab_size, temperature, softcap, chunk
 ):

@@ -23,7 +23,7 @@ from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distillation
 from jaxtrain.finetune.preferences import Preferences
 from jaxtrain.models import decoder
-from jaxtrain.ops.losses import divergence
+from jaxtrain.ops.losses import divergence, relations
 from jaxtrain.run import trained as trained_run
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.loop import fit
@@ -36,7 +36,7 @@ from tests.problems import record_gradients
 # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
 FAST = {"xla_backend_optimization_level": 0}
 T, ROWS, STEPS, LAYERS = 16, 8, 2, 4
-NUMBERS = {"temperature": 2.0, "mix": 0.6}
+NUMBERS = {"temperature": 2.0, "mix": 0.6, "hidden": 0.5}
 MODEL = decoder.DecoderConfig(vocab_size=61, seq_len=T, layers=LAYERS, width=16, heads=2)
 
 
@@ -106,6 +106,33 @@ def test_divergence_and_gradients_are_those_of_torch(chunk, softcaps, temperatur
     assert not any(np.any(each) for each in grads[2:])
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_relations_and_gradients_are_those_of_torch(chunk):
+    torch = pytest.importorskip("torch")
+    r = np.random.default_rng(0)
+    x, other = r.normal(size=(2, 6, 5)), r.normal(size=(2, 6, 7))
+    mask, segments = r.integers(0, 3, (2, 6)) * 0.5, np.sort(r.integers(0, 2, (2, 6)))
+    mask[1, segments[1] == 1] = 0  # a document without any
+    ours, expected = torch.tensor(x, requires_grad=True), 0.0
+    for b in range(2):
+        cosines = [
+            torch.nn.functional.cosine_similarity(a[b][:, None], a[b][None], dim=-1)
+            for a in (ours, torch.tensor(other))
+        ]
+        for t in range(6):
+            weights = torch.tensor(mask[b] * (segments[b] == segments[b, t]))
+            if mask[b, t]:
+                apart = (cosines[0][t] - cosines[1][t]) ** 2
+                expected = expected + mask[b, t] * (weights * apart).sum() / weights.sum()
+    expected.backward()
+    loss = lambda x, y: relations(x, y, mask, segments_BT=segments, chunk=chunk)  # noqa: E731
+    arrays = [jnp.asarray(a, jnp.float32) for a in (x, other)]
+    found, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(*arrays)
+    np.testing.assert_allclose(found, expected.item(), rtol=1e-5)
+    np.testing.assert_allclose(grads[0], ours.grad, rtol=1e-4, atol=1e-6)
+    assert not np.any(grads[1])
+
+
 def test_logits_of_both_are_there_a_tile_at_a_time():
     N, V, tiles = 256, 64 * 1024, 16
     arrays = [((1, N, 8), "f"), ((8, V), "f"), ((1, N, 8), "f"), ((8, V), "f")]
@@ -142,7 +169,9 @@ def test_layers_of_the_teacher_go_with_the_students_whatever_their_number(layers
     assert found.weight == weight
     np.testing.assert_allclose(means["cross_entropy"], nll / weight, rtol=1e-5)
     np.testing.assert_allclose(means["divergence"], kl / weight, rtol=1e-4)
-    np.testing.assert_allclose(means["loss"], (0.4 * nll + 0.6 * 4 * kl) / weight, rtol=1e-4)
+    loss = (0.4 * nll + 0.6 * 4 * kl) / weight + 0.5 * means["relations"]
+    np.testing.assert_allclose(means["loss"], loss, rtol=1e-4)
+    assert means["relations"] > 0
     assert jax.tree.structure(change.back(params)) == jax.tree.structure(student)
 
 
@@ -181,7 +210,7 @@ def trained(axes=(), accumulate=1, schedule="1f1b", layers=6):
     moments = [n for n in named_leaves(state.opt_state) if "/mu/" in n]
     assert moments
     assert not [name for name in moments if "teacher" in name]
-    names = ("loss", "weight", "accuracy", "cross_entropy", "divergence", "grad_norm")
+    names = ("loss", "weight", "accuracy", "cross_entropy", "divergence", "relations", "grad_norm")
     found = {name: metrics[name] for name in names}
     return jax.device_get((found, state.opt_state, state.params))
 
@@ -273,6 +302,7 @@ def test_a_run_learns_from_another_and_leaves_it_out_of_what_it_keeps(texts, tmp
         (["--distill.teacher", "T", "--init-from", "S"], "has 61 tokens in tables of 64 rows, and"),
         (["--distill.teacher", "S", "--distill.mix", "2"], "`mix` is 2.0, and is a share"),
         (["--distill.teacher", "S", "--distill.temperature", "0"], "`temperature` is 0.0: give"),
+        (["--distill.teacher", "S", "--distill.hidden", "-1"], "`hidden` is -1.0, and is a weight"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_learned_from_is_refused(given, message, tmp_path):
