@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -213,9 +214,17 @@ def compile_step(
         keep_freed_memory()
     state_shapes, batch_shapes = jax.eval_shape(lambda *trees: trees, state, batch)
     donated = (0,) if donate else ()
+
+    @functools.wraps(step)
+    def checked(state: PyTree, batch: PyTree) -> Any:
+        result = step(state, batch)
+        if donate:
+            _check_returned(state_shapes, result)
+        return result
+
     if mesh is None:
         state_in = batch_in = None
-        jitted = jax.jit(step, donate_argnums=donated, keep_unused=donate)
+        jitted = jax.jit(checked, donate_argnums=donated, keep_unused=donate)
     else:
         state_in = _shardings_on(state, mesh)
         # A shape alone does not say in which memory it lies, which the step is to know.
@@ -228,7 +237,7 @@ def compile_step(
         batch_in = batch_shardings(batch_shapes, mesh, rules)
         copied = NamedSharding(mesh, P())
         jitted = jax.jit(
-            step,
+            checked,
             in_shardings=(state_in, batch_in),
             out_shardings=(state_in, copied) if donate else copied,
             donate_argnums=donated,
@@ -238,8 +247,6 @@ def compile_step(
     start = time.perf_counter()
     placed = tracing_on(mesh, state, rules) if mesh is not None else contextlib.nullcontext({})
     with placed as findings:
-        if donate:
-            _check_returned(state_shapes, jax.eval_shape(step, state_shapes, batch_shapes))
         traced = jitted.trace(state_shapes, batch_shapes)
         if mesh is not None:
             _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
@@ -354,7 +361,7 @@ def _check_returned(given: PyTree, result: Any) -> None:
             f"the step returns {type(result).__name__} and not (state, metrics); for a step that "
             "returns no state, pass donate=False"
         )
-    returned = result[0]
+    returned = jax.eval_shape(lambda: result[0])
     if jax.tree.structure(given) != jax.tree.structure(returned):
         raise ValueError(
             "the step returns a state of another structure than it was given: every field and key "

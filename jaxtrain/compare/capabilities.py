@@ -254,8 +254,8 @@ def _preferences(loss: str, experiment: Experiment) -> Experiment:
                 sign_B11 = 1 - 2 * (batch["tokens"][:, :1, :1] % 2)
                 batch["mask"] *= sign_B11 * jnp.array([[1], [-1]])
             found = function(*given[:place], batch, *given[place + 1 :])
-            # Means of scores of both signs are rounding, as a new head has them.
-            bare = loss == "reward" and isinstance(found, WeightedLoss)
+            # Rewards are rounding where the policy is its reference, and of a new head.
+            bare = isinstance(found, WeightedLoss)
             return dataclasses.replace(found, metrics={}) if bare else found
 
         return paired
@@ -451,6 +451,13 @@ class Together:
     def checks(self) -> tuple[Check, ...]:
         """What is compared in place of train steps, of whole runs."""
         return tuple(each.check for each in self.chosen if each.check is not None)
+
+    @property
+    def updates(self) -> bool:
+        """Whether one is of updates alone, which an evaluation knows nothing of: evaluations are
+        compared where that one is not. An average is evaluated in place of the parameters."""
+        of_updates = any(each.group == "optimizer" for each in self.chosen)
+        return of_updates and "--optimizer.ema" not in self.flags and not self.checks
 
     @property
     def tolerance(self) -> float:

@@ -22,6 +22,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -96,6 +97,10 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
         with contextlib.redirect_stderr(said):
             task = load_config(those[0].module, list(those[0].task), command="compose")
         experiment = build_experiment(*task)
+        if not (those[0].changes or experiment.task.has_model_state):
+            experiment = experiment.with_(params=functools.partial(_drawn, those[0], experiment))
+        if those[0].updates:
+            experiment = experiment.with_(eval_batches={})
         for each in those[0].chosen:
             experiment = experiment if each.change is None else each.change(experiment)
     except SystemExit:  # for a flag that it does not have
@@ -123,6 +128,19 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
     for cell, layout in laid:
         if cell.checks:
             yield _tried(cell, functools.partial(_checked, cell, experiment, layout))
+
+
+# Parameters as drawn, by what their model is of: their program takes longer to compile than to run.
+_DRAWN: dict[tuple, Any] = {}
+
+
+def _drawn(cell: Together, experiment: Experiment) -> Any:
+    flags = zip(cell.task[::2], cell.task[1::2], strict=True)
+    of_model = tuple(x for x in flags if not x[0].startswith(("--optimizer.", "--precision")))
+    if (key := (cell.module, of_model)) not in _DRAWN:
+        draw = jax.jit(experiment.task.init_fn)
+        _DRAWN[key] = jax.device_get(draw(jax.random.key(experiment.seed)))
+    return _DRAWN[key]
 
 
 def _checked(cell: Together, experiment: Experiment, layout: Layout) -> Errors:
