@@ -43,10 +43,15 @@ def shrink(model, out, capsys, *flags):
     return run(capsys, "shrink", str(model / "run"), "--out", str(out), *text, *flags)
 
 
-@pytest.mark.parametrize("channels", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
-def test_what_is_pruned_and_quantized_is_exported_code_for_code(channels, model, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("method", "channels"), [("awq", 1.0), pytest.param("gptq", 0.5, marks=pytest.mark.slow)]
+)
+def test_what_is_pruned_and_quantized_is_exported_code_for_code(
+    method, channels, model, tmp_path, capsys
+):
     out, width = tmp_path / "out", int(128 * channels)
     flags = ["--prune", "2:4", "--quantize", "int4", "--group", "32", "--channels", str(channels)]
+    flags += ["--method", method]
     status, printed, error = shrink(model, out, capsys, *flags)
     assert status == 0, error
     small, params = trained.unmerged(str(out))
@@ -60,6 +65,8 @@ def test_what_is_pruned_and_quantized_is_exported_code_for_code(channels, model,
     _, dense, _ = trained.load(str(out))
     kernel = np.asarray(dense["blocks"]["attn"]["out"]["kernel"]).reshape(1, -1, 4, 64)
     assert np.all((kernel != 0).sum(2) <= 2)
+    times = re.search(r"forward pass, ms per token +([\d.]+) +([\d.]+)", printed)
+    assert all(float(x) > 0 for x in times.groups())
     table = re.search(r"blocks/mlp/down\W+([\d.]+)", printed)
     assert all(0.05 < float(x) < 1 for x in table.groups())
     export = ["hf", "export", "--run", str(out), "--out", str(tmp_path / "hf")]
@@ -75,6 +82,11 @@ def test_what_is_pruned_and_quantized_is_exported_code_for_code(channels, model,
     ("flags", "message"),
     [
         ([], "nothing is asked for: give --heads, --channels, --prune or --quantize"),
+        (
+            ["--quantize", "nf4", "--method", "awq"],
+            "--method is awq and --quantize is nf4: AWQ scales inputs for codes of int4 and int8; "
+            "give one of these, or another --method",
+        ),
         (["--heads", "0"], "--heads is 0.0: give a share above 0 and up to 1"),
         (["--prune", "4:2"], "--prune is '4:2': give a share below 1, or N:M, such as 2:4"),
         (["--quantize", "int4", "--group", "24"], "give a group that divides 64"),
