@@ -34,6 +34,7 @@ from jaxtrain.tree import PyTree, map_named, named_leaves
 # Of a text: rows that are taken at once, and tokens of a row at most.
 _ROWS_AT_ONCE = 8
 _LONGEST = 1024
+_loss_fn = functools.cache(decoder.loss_fn)  # the same one again, of which programs are kept
 # What a run's checkpoint says of the folder that it began from.
 _TOLD = {"family": "family_name", "special_tokens": "special_tokens"}
 
@@ -86,7 +87,8 @@ def run_shrink(options: ShrinkOptions, rest: list[str]) -> int:
             raise ValueError(f"--{name} is {share}: give a share above 0 and up to 1")
     if options.heads == options.channels == 1 and not (options.prune or options.quantize):
         raise ValueError("nothing is asked for: give --heads, --channels, --prune or --quantize")
-    if options.method == "awq" and options.quantize not in ("int4", "int8"):
+    calibrated = options.method if options.quantize in ("int4", "int8") else None
+    if options.method == "awq" and calibrated is None:
         raise ValueError(
             f"--method is awq and --quantize is {options.quantize}: AWQ scales inputs for codes of "
             "int4 and int8; give one of these, or another --method"
@@ -110,24 +112,14 @@ def run_shrink(options: ShrinkOptions, rest: list[str]) -> int:
         params = shrink.narrow(model, small, params, found)
     found = _grams(small, params, rows, change.targets[0])
 
-    def each(function: Any, params: PyTree) -> PyTree:
-        """The parameters with kernels of what a function makes of a layer's and its gram."""
-
-        def made(name: str, kernel: Any) -> Any:
-            if name not in found:
-                return kernel
-            layers = map(function, kernel, found[name])
-            return jax.tree.map(lambda *parts: np.stack(parts), *layers)
-
-        return map_named(made, params)
-
     whole, scales = named_leaves(params), {}
-    params = each(functools.partial(_pruned, options, keep), params)
-    if options.method == "awq":
+    params = _made(small, params, found, functools.partial(_pruned, options, keep))
+    if calibrated == "awq":
         scales = shrink.input_scales(small, params, found, options.quantize, options.group)
-    params = each(functools.partial(_quantized, options), shrink.fold(small, params, scales))
-    back = shrink.fold(small, merge(params), {part: 1 / x for part, x in scales.items()})
-    dense = named_leaves(back)
+    params, again = shrink.fold(small, params, scales), rows if calibrated == "gptq" else None
+    params = _made(small, params, found, functools.partial(_quantized, options), rows=again)
+    back = {part: 1 / scale_LD for part, scale_LD in scales.items()}
+    dense = named_leaves(shrink.fold(small, merge(params), back))
     errors = {name: [*map(shrink.error, whole[name], dense[name], found[name])] for name in found}
     after = _told(small, params, held_out, tokenizer)
     for told, ms in zip((before, after), _times([old, (small, params)], held_out), strict=True):
@@ -211,7 +203,26 @@ def _batches(rows: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
 
 def _grams(model: Any, params: PyTree, rows: np.ndarray, pattern: str) -> dict[str, np.ndarray]:
     paths = [name for name in named_leaves(params) if re.search(pattern, name)]
-    return grams(decoder.loss_fn(model), params, paths, _batches(rows))
+    return grams(_loss_fn(model), params, paths, _batches(rows))
+
+
+def _made(
+    model: Any, params: PyTree, found: Mapping[str, np.ndarray], function: Any, *, rows: Any = None
+) -> PyTree:
+    """The parameters with kernels that a function has made, layer by layer, of a kernel and its
+    gram; if there are rows, the grams are taken on them behind the layers that are made already."""
+    kernels = {name: x for name, x in named_leaves(params).items() if name in found}
+    layers = {name: [] for name in kernels}
+    dense = {name: np.array(x) for name, x in kernels.items()}
+    for l in range(model.layers):
+        if l and rows is not None:
+            so_far = map_named(lambda name, x: dense.get(name, x), params)
+            found = grams(_loss_fn(model), so_far, [*kernels], _batches(rows))
+        for name, x in kernels.items():
+            layers[name].append(function(x[l], found[name][l]))
+            dense[name][l] = merge(layers[name][l])
+    stacked = {n: jax.tree.map(lambda *x: np.stack(x), *each) for n, each in layers.items()}
+    return map_named(lambda name, x: stacked.get(name, x), params)
 
 
 def _pruned(
@@ -234,7 +245,7 @@ def _quantized(options: ShrinkOptions, w_DF: np.ndarray, gram_DD: np.ndarray) ->
 
 @functools.cache
 def _loss(model: Any) -> Any:
-    return jax.jit(lambda params, batch: decoder.loss_fn(model)(params, batch, None).total)
+    return jax.jit(lambda params, batch: _loss_fn(model)(params, batch, None).total)
 
 
 def _times(models: list[tuple[Any, PyTree]], rows: np.ndarray) -> np.ndarray:

@@ -8,9 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain import hf
+from jaxtrain import data, hf
 from jaxtrain.finetune.quantize import Quantize
+from jaxtrain.finetune.shrink import gptq
 from jaxtrain.models import decoder
+from jaxtrain.ops.altered import grams
 from jaxtrain.ops.packed import Packed
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
@@ -19,7 +21,7 @@ from tests import forms
 from tests.commands import run
 
 MODEL = decoder.DecoderConfig(
-    vocab_size=257, seq_len=32, layers=1, width=64, heads=4, mlp_width=128, **forms.LLAMA
+    vocab_size=257, seq_len=32, layers=2, width=64, heads=4, mlp_width=128, **forms.LLAMA
 )
 
 
@@ -58,12 +60,12 @@ def test_what_is_pruned_and_quantized_is_exported_code_for_code(
     assert (small.mlp_width, small.heads) == (width, 4)
     up = params["blocks"]["mlp"]["up"]["kernel"]
     assert isinstance(up, Packed)
-    assert up.shape == (1, 64, width)
+    assert up.shape == (2, 64, width)
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     found = float(re.search(r"bytes +\S+ +(\S+)", printed)[1].replace(",", ""))
     assert found == pytest.approx(size, rel=1e-4)
     _, dense, _ = trained.load(str(out))
-    kernel = np.asarray(dense["blocks"]["attn"]["out"]["kernel"]).reshape(1, -1, 4, 64)
+    kernel = np.asarray(dense["blocks"]["attn"]["out"]["kernel"]).reshape(2, -1, 4, 64)
     assert np.all((kernel != 0).sum(2) <= 2)
     times = re.search(r"forward pass, ms per token +([\d.]+) +([\d.]+)", printed)
     assert all(float(x) > 0 for x in times.groups())
@@ -76,6 +78,27 @@ def test_what_is_pruned_and_quantized_is_exported_code_for_code(
     again = named_leaves(Quantize("int4", 32).params(hf.open_weights(tmp_path / "hf")))
     for name, part in named_leaves(params).items():
         np.testing.assert_array_equal(np.asarray(again[name]), part, err_msg=name)
+
+
+def test_gptq_takes_a_layers_inputs_behind_the_quantized_layers(model, tmp_path, capsys):
+    flags = ["--quantize", "int4", "--group", "8"]
+    status, _, error = shrink(model, tmp_path / "out", capsys, *flags)
+    assert status == 0, error
+    _, params, tokenizer = trained.load(str(model / "run"))
+    _, packed = trained.unmerged(str(tmp_path / "out"))
+    _, dense, _ = trained.load(str(tmp_path / "out"))
+    text, _ = data.open_text(str(model / "text"))
+    tokens = [np.r_[tokenizer.encode(each.text), tokenizer.eod] for each in text]
+    tokens = np.concatenate(tokens)[: 8 * 33].reshape(8, 33)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((8, 32))}
+    path, equal = "blocks/mlp/down/kernel", []
+    for before in (dense, params):  # of the first layer
+        cut = jax.tree.map(lambda x, y: np.stack([x[0], y[1]]), before["blocks"], params["blocks"])
+        found = grams(decoder.loss_fn(MODEL), params | {"blocks": cut}, [path], [batch])[path][1]
+        expected = gptq(np.asarray(params["blocks"]["mlp"]["down"]["kernel"][1]), found, "int4", 8)
+        codes = packed["blocks"]["mlp"]["down"]["kernel"].codes[1]
+        equal.append(np.mean(expected.codes == codes))
+    assert equal[0] > 0.995 > 0.98 > equal[1], equal
 
 
 @pytest.mark.parametrize(
