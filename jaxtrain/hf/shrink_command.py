@@ -297,6 +297,7 @@ def _report(
         for own, name in ((size, "bytes"), (loss, "held-out bits per byte")):
             bars = own.bar(["before", "after"], [before[name], after[name]])
             own.bar_label(bars, fmt="{:,.0f}" if own is size else "{:.4f}", fontsize=8)
+            own.set_yticks([])
             finish_axes(own, name, x="")
         for name, layers in errors.items():
             axes.plot(layers, marker="o", label=name)
