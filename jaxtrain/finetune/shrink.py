@@ -20,12 +20,13 @@ from jaxtrain.tree import PyTree, map_named, named_leaves
 
 def error(kernel_DF: np.ndarray, other_DF: np.ndarray, gram_DD: np.ndarray) -> float:
     """Returns |X (other - kernel)| / |X kernel|, of the inputs X that the gram is of."""
-    squares = lambda w: np.einsum("df,de,ef->", w, gram_DD, w, optimize=True)  # noqa: E731
-    kernel = kernel_DF.astype(np.float64)
-    whole = squares(kernel)
-    return (
-        float(np.sqrt(max(squares(np.asarray(other_DF) - kernel), 0) / whole)) if whole > 0 else 0.0
-    )
+    whole = _norm(kernel_DF, gram_DD)
+    return _norm(np.float64(other_DF) - kernel_DF, gram_DD) / whole if whole > 0 else 0.0
+
+
+def _norm(kernel_DF: np.ndarray, gram_DD: np.ndarray) -> float:
+    w_DF = np.asarray(kernel_DF, np.float64)
+    return float(np.sqrt(max(np.einsum("df,de,ef->", w_DF, gram_DD, w_DF, optimize=True), 0)))
 
 
 def gptq(
@@ -114,13 +115,15 @@ def input_scales(
     model: Any, params: PyTree, grams: Mapping[str, np.ndarray], kind: Kind, group: int | None
 ) -> dict[str, np.ndarray]:
     """Returns the scales of :func:`awq`, [L, D], of what each of the :func:`folds` makes; grams are
-    those of all kernels of attention and MLP."""
+    those of all kernels of attention and MLP. Kernels that read the same inputs count alike."""
     named, found = named_leaves(params), {}
     for part, (readers, heads) in folds(model).items():
-        paths = [f"blocks/{reader}/kernel" for reader in readers]
-        kernels_LDF = np.concatenate([np.float32(named[path]) for path in paths], axis=-1)
-        each = zip(kernels_LDF, grams[paths[0]], strict=True)
-        found[part] = np.stack([awq(*both, kind, group, heads=heads) for both in each])
+        paths, layers = [f"blocks/{reader}/kernel" for reader in readers], []
+        for gram_DD, *own in zip(grams[paths[0]], *map(named.get, paths), strict=True):
+            # A power of two leaves the codes as they are.
+            own = [np.ldexp(np.float32(x), -np.frexp(_norm(x, gram_DD))[1]) for x in own]
+            layers.append(awq(np.concatenate(own, axis=-1), gram_DD, kind, group, heads=heads))
+        found[part] = np.stack(layers)
     return found
 
 

@@ -146,7 +146,8 @@ def test_scales_are_searched_for_all_kernels_that_read_the_same_inputs():
             for name in (f"blocks/{reader}/kernel" for reader in readers):
                 w, gram = np.float64(named[name][l]), found[name][l]
                 for i, other in enumerate((dense[name], pack(named[name], "int8").merged())):
-                    errors[i] += np.trace((other[l] - w).T @ gram @ (other[l] - w))
+                    size = 2 * 2 ** np.floor(np.log2(np.trace(w.T @ gram @ w)) / 2)
+                    errors[i] += np.trace((other[l] - w).T @ gram @ (other[l] - w)) / size**2
             assert errors[0] <= errors[1] * (1 + 1e-6), (part, l)
             gained.append(errors[0] / errors[1])
     assert np.mean(gained) < 0.9
