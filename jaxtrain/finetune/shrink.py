@@ -13,16 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.ops.activations import GATED
 from jaxtrain.ops.packed import TINY, Kind, Packed, pack
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
 
 def error(kernel_DF: np.ndarray, other_DF: np.ndarray, gram_DD: np.ndarray) -> float:
     """Returns |X (other - kernel)| / |X kernel|, of the inputs X that the gram is of."""
-    squares = lambda w: np.einsum("df,de,ef->", w, gram_DD, w, optimize=True)  # noqa: E731
-    kernel = kernel_DF.astype(np.float64)
-    whole = squares(kernel)
-    return float(np.sqrt(max(squares(other_DF - kernel), 0) / whole)) if whole > 0 else 0.0
+    whole = _norm(kernel_DF, gram_DD)
+    return _norm(np.float64(other_DF) - kernel_DF, gram_DD) / whole if whole > 0 else 0.0
+
+
+def _norm(kernel_DF: np.ndarray, gram_DD: np.ndarray) -> float:
+    w_DF = np.asarray(kernel_DF, np.float64)
+    return float(np.sqrt(max(np.einsum("df,de,ef->", w_DF, gram_DD, w_DF, optimize=True), 0)))
 
 
 def gptq(
@@ -61,6 +65,93 @@ def gptq(
         w_DF[first + group :] -= upper_DD[own, first + group :].T @ errors
     dense_DF = codes_DF * np.repeat(scale_GF, group, axis=0)
     return pack(dense_DF.astype(np.float32), kind, group, scale=scale_GF)
+
+
+def awq(
+    kernel_DF: np.ndarray,
+    gram_DD: np.ndarray,
+    kind: Kind,
+    group: int | None = None,
+    *,
+    heads: tuple[int, int] = (1, 1),
+) -> np.ndarray:
+    """Returns what a kernel's rows are multiplied by, and its inputs divided by, before it is
+    rounded, float32 [D]: the inputs' root mean squares, over the largest, to that power of 0, 0.05
+    .. 1 with which the product errs least (Lin et al. 2023, AWQ, https://arxiv.org/abs/2306.00978).
+    Power 0 is plain rounding.
+
+    Args:
+      kernel_DF: float32; the outputs of all kernels that read the same inputs.
+      gram_DD, kind, group: as for :func:`gptq`.
+      heads: G and R: inputs are G groups of R heads, which share their group's scales.
+    """
+    squares_GRK = np.diag(gram_DD).reshape(*heads, -1)
+    squares_D = np.broadcast_to(squares_GRK.mean(1, keepdims=True), squares_GRK.shape).reshape(-1)
+    # An input that is always 0 must not be divided by 0.
+    rms_D = np.sqrt(np.maximum(squares_D, max(1e-8 * squares_D.max(), TINY)))
+
+    def lost(scale_D: np.ndarray) -> float:
+        packed = pack(kernel_DF * scale_D[:, None], kind, group)
+        return error(kernel_DF, np.asarray(packed.merged()) / scale_D[:, None], gram_DD)
+
+    # At most 1, so that a norm of 1 + its scale has digits left for (1 + scale) / s - 1.
+    powers = [(rms_D / rms_D.max()) ** alpha for alpha in np.linspace(0, 1, 21)]
+    return min((power_D.astype(np.float32) for power_D in powers), key=lost)
+
+
+def folds(model: Any) -> dict[str, tuple[list[str], tuple[int, int]]]:
+    """Returns the parts of a decoder's layer whose outputs can be divided by scales, each with the
+    kernels that read them and with the ``heads`` of :func:`awq`.
+
+    A GELU without a gate has none before it: unlike ReLU, gelu(x / s) is not gelu(x) / s.
+    """
+    inner, each = ["mlp/gate", "mlp/up"] if model.mlp in GATED else ["mlp/up"], (1, 1)
+    found = {"norm_attn": (["attn/q", "attn/k", "attn/v"], each), "norm_mlp": (inner, each)}
+    found["attn/v"] = ["attn/out"], (model.kv_heads, model.heads // model.kv_heads)
+    return found | ({"mlp/up": (["mlp/down"], each)} if model.mlp in (*GATED, "relu") else {})
+
+
+def input_scales(
+    model: Any, params: PyTree, grams: Mapping[str, np.ndarray], kind: Kind, group: int | None
+) -> dict[str, np.ndarray]:
+    """Returns the scales of :func:`awq`, [L, D], of what each of the :func:`folds` makes; grams are
+    those of all kernels of attention and MLP. Kernels that read the same inputs count alike."""
+    named, found = named_leaves(params), {}
+    for part, (readers, heads) in folds(model).items():
+        paths, layers = [f"blocks/{reader}/kernel" for reader in readers], []
+        for gram_DD, *own in zip(grams[paths[0]], *map(named.get, paths), strict=True):
+            # A power of two leaves the codes as they are.
+            own = [np.ldexp(np.float32(x), -np.frexp(_norm(x, gram_DD))[1]) for x in own]
+            layers.append(awq(np.concatenate(own, axis=-1), gram_DD, kind, group, heads=heads))
+        found[part] = np.stack(layers)
+    return found
+
+
+def fold(model: Any, params: PyTree, scales: Mapping[str, np.ndarray]) -> PyTree:
+    """Returns parameters of the same function: kernels are multiplied by scales, in float32, and
+    what they read is divided by them where it is made, and rounded to its dtype.
+
+    Args:
+      model, params: a decoder's config, and its parameters in natural order.
+      scales: as :func:`input_scales` returns them.
+    """
+    table = folds(model)
+    parts = {reader: part for part, (readers, _) in table.items() for reader in readers}
+
+    def folded(name: str, x: Any) -> Any:
+        module, _, leaf = name.removeprefix("blocks/").rpartition("/")
+        y, read = np.asarray(x, np.float64), scales.get(parts.get(module, ""))
+        if leaf == "kernel" and read is not None:
+            y = y * read[..., None]
+        elif module not in scales:
+            return x
+        if module in scales:
+            scale_LF = scales[module].reshape(len(y), *table[module][1], -1)[:, :, 0]
+            offset = model.norm_offset and leaf == "scale"
+            y = (y + offset) / scale_LF.reshape(len(y), *[1] * (y.ndim - 2), -1) - offset
+        return y.astype(np.float32 if leaf == "kernel" else x.dtype)
+
+    return map_named(folded, params)
 
 
 def kept(kernel_DF: np.ndarray, norms_D: Any, n: int, m: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from jaxtrain.tree import PyTree, map_named, named_leaves
 # Of a text: rows that are taken at once, and tokens of a row at most.
 _ROWS_AT_ONCE = 8
 _LONGEST = 1024
+_loss_fn = functools.cache(decoder.loss_fn)  # the same one again, of which programs are kept
 # What a run's checkpoint says of the folder that it began from.
 _TOLD = {"family": "family_name", "special_tokens": "special_tokens"}
 
@@ -63,9 +65,9 @@ class ShrinkOptions:
     """Weights that are pruned: the smallest times their inputs' norm, or the smallest."""
     quantize: Literal["int4", "int8", "nf4"] | None = None
     """Codes of the kernels of attention and MLP."""
-    method: Literal["gptq", "round"] = "gptq"
-    """Codes of int4 and int8: those with which errors cancel on the calibration text, or the
-    nearest; nf4 has the nearest."""
+    method: Literal["gptq", "awq", "round"] = "gptq"
+    """Codes of int4 and int8: those with which errors cancel on the calibration text, the nearest
+    of kernels with scaled inputs (AWQ), or the nearest; nf4 has the nearest."""
     group: int | None = None
     """Inputs that share a scale; left out, 64, and all of them for int8."""
     rows: int = 64
@@ -85,6 +87,12 @@ def run_shrink(options: ShrinkOptions, rest: list[str]) -> int:
             raise ValueError(f"--{name} is {share}: give a share above 0 and up to 1")
     if options.heads == options.channels == 1 and not (options.prune or options.quantize):
         raise ValueError("nothing is asked for: give --heads, --channels, --prune or --quantize")
+    calibrated = options.method if options.quantize in ("int4", "int8") else None
+    if options.method == "awq" and calibrated is None:
+        raise ValueError(
+            f"--method is awq and --quantize is {options.quantize}: AWQ scales inputs for codes of "
+            "int4 and int8; give one of these, or another --method"
+        )
     keep = _parse(options.prune)
     if options.png is not None:
         check_on_disk(options.png, "--png")
@@ -98,28 +106,32 @@ def run_shrink(options: ShrinkOptions, rest: list[str]) -> int:
     change = Quantize(options.quantize, options.group)
     _check_sizes(options, small, keep[1], change)
     rows, held_out = _rows(options, tokenizer, min(model.seq_len, _LONGEST))
-    before = _told(model, params, held_out, tokenizer)
+    before, old = _told(model, params, held_out, tokenizer), (model, params)
     if small != model:
         found = _grams(model, params, rows, "/(out|down)/kernel$")
         params = shrink.narrow(model, small, params, found)
-    found, errors = _grams(small, params, rows, change.targets[0]), {}
+    found = _grams(small, params, rows, change.targets[0])
 
-    def smaller(name: str, kernel: np.ndarray) -> Any:
-        if name not in found:
-            return kernel
-        layers = [_kernel(options, keep, *each) for each in zip(kernel, found[name], strict=True)]
-        dense = [np.asarray(merge(layer)) for layer in layers]
-        errors[name] = list(map(shrink.error, kernel, dense, found[name]))
-        return jax.tree.map(lambda *parts: np.stack(parts), *layers)
-
-    params = map_named(smaller, params)
+    whole, scales = named_leaves(params), {}
+    params = _made(small, params, found, functools.partial(_pruned, options, keep))
+    if calibrated == "awq":
+        scales = shrink.input_scales(small, params, found, options.quantize, options.group)
+    params, again = shrink.fold(small, params, scales), rows if calibrated == "gptq" else None
+    params = _made(small, params, found, functools.partial(_quantized, options), rows=again)
+    back = {part: 1 / scale_LD for part, scale_LD in scales.items()}
+    dense = named_leaves(shrink.fold(small, merge(params), back))
+    errors = {name: [*map(shrink.error, whole[name], dense[name], found[name])] for name in found}
     after = _told(small, params, held_out, tokenizer)
+    for told, ms in zip((before, after), _times([old, (small, params)], held_out), strict=True):
+        told["forward pass, ms per token"] = ms
     stored |= {"model": dataclasses.asdict(small)} | (change.record if change.kind else {})
     with Checkpointer(options.out / CHECKPOINTS) as checkpoints:
         checkpoints.save(0, {"params": params}, config=stored)
     for name, text in files.items():
         (options.out / name).write_text(text, encoding="utf-8")
     _report(options, errors, before, after)
+    if scales and "mlp/up" not in scales:
+        print(f"blocks/mlp/down: rounded without scales; nothing before {small.mlp} can undo them")
     return 0
 
 
@@ -191,17 +203,39 @@ def _batches(rows: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
 
 def _grams(model: Any, params: PyTree, rows: np.ndarray, pattern: str) -> dict[str, np.ndarray]:
     paths = [name for name in named_leaves(params) if re.search(pattern, name)]
-    return grams(decoder.loss_fn(model), params, paths, _batches(rows))
+    return grams(_loss_fn(model), params, paths, _batches(rows))
 
 
-def _kernel(
+def _made(
+    model: Any, params: PyTree, found: Mapping[str, np.ndarray], function: Any, *, rows: Any = None
+) -> PyTree:
+    """The parameters with kernels that a function has made, layer by layer, of a kernel and its
+    gram; if there are rows, the grams are taken on them behind the layers that are made already."""
+    kernels = {name: x for name, x in named_leaves(params).items() if name in found}
+    layers = {name: [] for name in kernels}
+    dense = {name: np.array(x) for name, x in kernels.items()}
+    for l in range(model.layers):
+        if l and rows is not None:
+            so_far = map_named(lambda name, x: dense.get(name, x), params)
+            found = grams(_loss_fn(model), so_far, [*kernels], _batches(rows))
+        for name, x in kernels.items():
+            layers[name].append(function(x[l], found[name][l]))
+            dense[name][l] = merge(layers[name][l])
+    stacked = {n: jax.tree.map(lambda *x: np.stack(x), *each) for n, each in layers.items()}
+    return map_named(lambda name, x: stacked.get(name, x), params)
+
+
+def _pruned(
     options: ShrinkOptions, keep: tuple[float, int | None], w_DF: np.ndarray, gram_DD: np.ndarray
-) -> Any:
-    """A layer's kernel, pruned and quantized."""
-    if options.prune is not None:
-        norms_D = np.sqrt(np.diag(gram_DD)) if options.by == "wanda" else np.ones(len(w_DF))
-        n, m = keep if keep[1] else (round(keep[0] * len(w_DF)), len(w_DF))
-        w_DF = w_DF * shrink.kept(w_DF, norms_D, n, m)
+) -> np.ndarray:
+    if options.prune is None:
+        return w_DF
+    norms_D = np.sqrt(np.diag(gram_DD)) if options.by == "wanda" else np.ones(len(w_DF))
+    n, m = keep if keep[1] else (round(keep[0] * len(w_DF)), len(w_DF))
+    return w_DF * shrink.kept(w_DF, norms_D, n, m)
+
+
+def _quantized(options: ShrinkOptions, w_DF: np.ndarray, gram_DD: np.ndarray) -> Any:
     if options.quantize is None:
         return w_DF
     if options.method == "gptq" and options.quantize != "nf4":
@@ -209,10 +243,28 @@ def _kernel(
     return pack(w_DF, options.quantize, options.group)
 
 
+@functools.cache
+def _loss(model: Any) -> Any:
+    return jax.jit(lambda params, batch: _loss_fn(model)(params, batch, None).total)
+
+
+def _times(models: list[tuple[Any, PyTree]], rows: np.ndarray) -> np.ndarray:
+    """Milliseconds per token of a forward pass of a batch, for each of the models in turn: medians,
+    without what places the parameters."""
+    batch, seconds = next(_batches(rows)), np.empty((10, len(models)))
+    for i, j in np.ndindex(seconds.shape):
+        model, params = models[j]
+        held = jax.block_until_ready(jax.device_put((params, batch)))
+        start = time.perf_counter()
+        _loss(model)(*held).block_until_ready()
+        seconds[i, j] = time.perf_counter() - start
+    # The first pass may compile.
+    return 1000 * np.median(seconds[1:], axis=0) / batch["tokens"].size
+
+
 def _told(model: Any, params: PyTree, rows: np.ndarray, tokenizer: Any) -> dict[str, float]:
     """What is reported of a model: its size, and its loss on rows."""
-    loss = jax.jit(lambda params, batch: decoder.loss_fn(model)(params, batch, None).total)
-    nats = sum(float(loss(params, batch)) for batch in _batches(rows))
+    nats = sum(float(_loss(model)(params, batch)) for batch in _batches(rows))
     targets = rows[:, 1:].reshape(-1)
     return {
         "bytes": sum(np.asarray(x).nbytes for x in jax.tree.leaves(params)),
@@ -240,11 +292,18 @@ def _report(
         table.add_row(name, *(f"{x:.4f}" for x in layers))
     console.print(table)
     if options.png is not None:
-        figure = new_figure(7, 4)
-        axes = figure.subplots()
+        figure = new_figure(10, 4)
+        size, loss, axes = figure.subplots(1, 3, width_ratios=[1, 1, 3])
+        for own, name in ((size, "bytes"), (loss, "held-out bits per byte")):
+            bars = own.bar(["before", "after"], [before[name], after[name]])
+            own.bar_label(bars, fmt="{:,.0f}" if own is size else "{:.4f}", fontsize=8)
+            own.set_yticks([])
+            finish_axes(own, name, x="")
         for name, layers in errors.items():
             axes.plot(layers, marker="o", label=name)
-        finish_axes(axes, f"{options.model}: {title}", x="layer")
-        axes.legend(fontsize=7)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        finish_axes(axes, title, x="layer")
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        figure.suptitle(options.model, fontsize=10)
         save_figure(figure, options.png)
     console.print(f"{options.out}: a run, for experiments.gpt.generate and jaxtrain hf export")

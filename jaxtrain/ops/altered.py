@@ -155,20 +155,23 @@ def grams(
 
     Args:
       loss_fn: ``(params, batch, rng)`` to a :class:`jaxtrain.WeightedLoss`; its numbers are not
-        used, and tokens that its mask leaves out count too.
+        used, and tokens that its mask leaves out count too. Compiled once for each function.
       params: parameters in natural order.
       paths: of the kernels.
       batches: of the loss.
     """
 
-    def total(stats: dict[str, jax.Array], params: PyTree, batch: PyTree) -> jax.Array:
-        probe = lambda name, x: Probed(x, stats[name]) if name in stats else x  # noqa: E731
-        return loss_fn(map_named(probe, params), batch, None).total
-
     shapes = {name: x.shape for name, x in named_leaves(params).items() if name in paths}
     zeros = {name: jnp.zeros((*shape[:-1], shape[-2])) for name, shape in shapes.items()}
-    sums, gradient = dict.fromkeys(paths, 0.0), jax.jit(jax.grad(total))
+    sums = dict.fromkeys(paths, 0.0)
     for batch in batches:
-        found = gradient(zeros, params, batch)
+        found = _gradient(loss_fn, zeros, params, batch)
         sums = {name: sums[name] + np.asarray(found[name], np.float64) for name in paths}
     return sums
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.grad, argnums=1)
+def _gradient(loss_fn: Any, stats: dict[str, jax.Array], params: PyTree, batch: PyTree) -> Any:
+    probe = lambda name, x: Probed(x, stats[name]) if name in stats else x  # noqa: E731
+    return loss_fn(map_named(probe, params), batch, None).total
