@@ -99,7 +99,7 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
         experiment = build_experiment(*task)
         if not (those[0].changes or experiment.task.has_model_state):
             experiment = experiment.with_(params=functools.partial(_drawn, those[0], experiment))
-        if those[0].updates:
+        if all(cell.updates for cell in those):
             experiment = experiment.with_(eval_batches={})
         for each in those[0].chosen:
             experiment = experiment if each.change is None else each.change(experiment)
