@@ -41,6 +41,18 @@ def test_the_state_is_donated_in_full_and_comes_back_as_it_was_sharded():
     assert jax.tree.map(lambda x: x.sharding, state) == shardings
 
 
+def test_a_step_is_traced_once():
+    traces = []
+
+    def step(state, batch):
+        traces.append(batch)
+        return STEP(state, batch)
+
+    state, mesh = make(data=8)
+    jt.compile_step(step, state, problems.make_batch(), mesh=mesh)
+    assert len(traces) == 1
+
+
 def test_a_donated_state_is_in_memory_once():
     state = {"w": jnp.ones(10**5)}
     step = jt.compile_step(lambda state, batch: ({"w": state["w"] + 1}, batch), state, jnp.ones(1))
