@@ -134,6 +134,7 @@ def start(texts, run) -> str:
     return digest(state)
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_go_on_from_one_of_eight_and_back(texts, tmp_path):
     expected = start(texts, tmp_path)
     flags = f"--mesh.data 2 --mesh.pipe 2 --mesh.tensor 2 {INTERLEAVED}"

@@ -180,6 +180,7 @@ def test_a_process_that_falls_silent_is_noticed_within_a_minute(tmp_path):
         assert "has died: nothing was heard of it for 40 s" in launcher.errors
 
 
+@pytest.mark.slow
 def test_a_launched_run_of_which_one_process_is_killed_starts_again_and_is_completed(tmp_path):
     run = tmp_path / "run"
     arguments = ("--steps", "40", "--save-every", "5", "--global-batch", "12")
@@ -233,6 +234,7 @@ def test_a_hang_ends_the_run_with_every_threads_stack_and_the_step(tmp_path):
     assert "in train_loop" in stacks
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once_and_harms_no_checkpoint(tmp_path):
     run = tmp_path / "run"
     # A batch that never comes: the step in flight does not end, nor does the run for the first.
