@@ -239,7 +239,9 @@ def _preferences(loss: str, experiment: Experiment) -> Experiment:
         init_fn = functools.partial(decoder.init, model)
         own = {"stages": decoder.stages(model), "config": config}
         experiment = experiment.with_(init_fn=init_fn, **own)
-    change = Preferences(functools.partial(of_tokens, model), Preference(loss), frozen=frozen)
+    # Where good and bad answers weigh alike, their gradients cancel to what fp8 rounds.
+    how = Preference(loss, gamma=0.1 if loss == "kto_unpaired" else None)
+    change = Preferences(functools.partial(of_tokens, model), how, frozen=frozen)
     experiment = apply(experiment, change)
     stages = experiment.task.stages
 
