@@ -257,8 +257,9 @@ def _preferences(loss: str, experiment: Experiment) -> Experiment:
                 batch["mask"] *= sign_B11 * jnp.array([[1], [-1]])
             found = function(*given[:place], batch, *given[place + 1 :])
             # Rewards are rounding where the policy is its reference, and of a new head.
-            bare = isinstance(found, WeightedLoss)
-            return dataclasses.replace(found, metrics={}) if bare else found
+            if isinstance(found, WeightedLoss):
+                return dataclasses.replace(found, metrics={})
+            return found
 
         return paired
 

@@ -135,9 +135,9 @@ _DRAWN: dict[tuple, Any] = {}
 
 
 def _drawn(cell: Together, experiment: Experiment) -> Any:
-    flags = zip(cell.task[::2], cell.task[1::2], strict=True)
-    of_model = tuple(x for x in flags if not x[0].startswith(("--optimizer.", "--precision")))
-    if (key := (cell.module, of_model)) not in _DRAWN:
+    of_others = ("--optimizer.", "--precision")
+    of_model = (x for x in cell.flags.items() if not x[0].startswith(of_others))
+    if (key := (cell.module, *of_model)) not in _DRAWN:
         draw = jax.jit(experiment.task.init_fn)
         _DRAWN[key] = jax.device_get(draw(jax.random.key(experiment.seed)))
     return _DRAWN[key]

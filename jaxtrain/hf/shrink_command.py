@@ -113,11 +113,14 @@ def run_shrink(options: ShrinkOptions, rest: list[str]) -> int:
     found = _grams(small, params, rows, change.targets[0])
 
     whole, scales = named_leaves(params), {}
-    params = _made(small, params, found, functools.partial(_pruned, options, keep))
+    if options.prune is not None:
+        params = _made(small, params, found, functools.partial(_pruned, options, keep))
     if calibrated == "awq":
         scales = shrink.input_scales(small, params, found, options.quantize, options.group)
-    params, again = shrink.fold(small, params, scales), rows if calibrated == "gptq" else None
-    params = _made(small, params, found, functools.partial(_quantized, options), rows=again)
+        params = shrink.fold(small, params, scales)
+    if options.quantize is not None:
+        again = rows if calibrated == "gptq" else None
+        params = _made(small, params, found, functools.partial(_quantized, options), rows=again)
     back = {part: 1 / scale_LD for part, scale_LD in scales.items()}
     dense = named_leaves(shrink.fold(small, merge(params), back))
     errors = {name: [*map(shrink.error, whole[name], dense[name], found[name])] for name in found}
@@ -228,16 +231,12 @@ def _made(
 def _pruned(
     options: ShrinkOptions, keep: tuple[float, int | None], w_DF: np.ndarray, gram_DD: np.ndarray
 ) -> np.ndarray:
-    if options.prune is None:
-        return w_DF
     norms_D = np.sqrt(np.diag(gram_DD)) if options.by == "wanda" else np.ones(len(w_DF))
     n, m = keep if keep[1] else (round(keep[0] * len(w_DF)), len(w_DF))
     return w_DF * shrink.kept(w_DF, norms_D, n, m)
 
 
 def _quantized(options: ShrinkOptions, w_DF: np.ndarray, gram_DD: np.ndarray) -> Any:
-    if options.quantize is None:
-        return w_DF
     if options.method == "gptq" and options.quantize != "nf4":
         return shrink.gptq(w_DF, gram_DD, options.quantize, options.group)
     return pack(w_DF, options.quantize, options.group)
