@@ -21,7 +21,7 @@ import re
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,7 +124,10 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
     steps = [each for each in laid if not each[0].checks]
     programs = parity.compiled(experiment, [layout for _, layout in steps])
     for (cell, _), (number, program) in zip(steps, programs, strict=True):
-        yield _tried(cell, lambda p=program, n=number: parity.run_layout(p.result(), reference(n)))
+        errors = lambda p=program, n=number: parity.run_layout(p.result(), reference(n))  # noqa: E731
+        yield _tried(
+            cell, errors, functools.partial(parity.rounding_of, experiment, reference, number)
+        )
     for cell, layout in laid:
         if cell.checks:
             yield _tried(cell, functools.partial(_checked, cell, experiment, layout))
@@ -147,8 +150,16 @@ def _checked(cell: Together, experiment: Experiment, layout: Layout) -> Errors:
     return {part: x for check in cell.checks for part, x in check(experiment, layout).items()}
 
 
-def _tried(cell: Together, errors: Callable[[], Errors]) -> Cell:
-    """The cell of what ``errors`` gives, refuses or breaks by."""
+def _tried(
+    cell: Together,
+    errors: Callable[[], Errors],
+    rounding: Callable[[], Mapping[str, float]] = dict,
+) -> Cell:
+    """The cell of what ``errors`` gives, refuses or breaks by.
+
+    Where that is more than is allowed, ``rounding`` says how far from float32 the precision takes
+    one device in each part: two that round differently may lie twice as far from each other.
+    """
     start = time.perf_counter()
     try:
         found = errors()
@@ -159,8 +170,14 @@ def _tried(cell: Together, errors: Callable[[], Errors]) -> Cell:
         text = f"{type(error).__name__} in {last.filename}:{last.lineno}: {error}"
         return Cell(cell.names, "fault", text, cell.command, time.perf_counter() - start)
     part, (error, leaf) = max(found.items(), key=lambda each: each[1][0])
-    outcome = "equal" if error <= cell.tolerance else "fault"
     text = f"{error:.1e} in the {part}" + (f" of {leaf}" if leaf else "")
+    equal = error <= cell.tolerance
+    if not equal and "--precision" in cell.flags:
+        own = rounding()
+        most = {part: max(cell.tolerance, 2 * own.get(part, 0.0)) for part in found}
+        equal = all(error <= most[part] for part, (error, _) in found.items())
+        text += f"; the precision itself makes {own.get(part, 0.0):.1e}"
+    outcome = "equal" if equal else "fault"
     return Cell(cell.names, outcome, text, cell.command, time.perf_counter() - start)
 
 

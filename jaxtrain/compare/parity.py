@@ -394,6 +394,21 @@ def run_layout(program: Program, reference: Sequence[Step]) -> dict[str, tuple[f
     return errors
 
 
+def rounding_of(
+    experiment: Experiment, reference: Callable[[int], list[Step]], number: int
+) -> dict[str, float]:
+    """The largest error of each part of the first step that the precision itself makes on one
+    device with so many microbatches, against float32."""
+    exact = dataclasses.replace(Policy.f32(), cast_batch=experiment.policy.cast_batch)
+    (step,) = reference_of(experiment.with_(policy=exact), 1)(number)
+    found = reference(number)[0].parts
+    return {
+        part: max(worst(found[part][group], leaves)[0] for group, leaves in expected.items())
+        for part, expected in step.parts.items()
+        if found[part].keys() == expected.keys()
+    }
+
+
 def difference_on(alone: Program, program: Program, reference: Sequence[Step]) -> Difference | None:
     """Finds where the first step that differs begins to; both optimizers replay gradients."""
     for step in reference:

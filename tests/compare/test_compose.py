@@ -86,6 +86,12 @@ def test_a_cell_says_what_came_of_it(found, outcome, text, monkeypatch):
     monkeypatch.setattr(compose.parity, "run_layout", run_layout)
     (cell,) = compose.compose([of("fsdp", "ZeRO 1")])
     assert (cell.outcome, text in cell.text) == (outcome, True), cell
+    if outcome == "fault" and not isinstance(found, Exception):
+        monkeypatch.setattr(compose.parity, "rounding_of", lambda *given: {"gradients": 0.3})
+        (cell,) = compose.compose([of("fsdp", "bf16")])
+        assert (cell.outcome, "itself makes 3.0e-01" in cell.text) == ("equal", True)
+        monkeypatch.setattr(compose.parity, "rounding_of", lambda *given: {"gradients": 0.2})
+        assert [each.outcome for each in compose.compose([of("fsdp", "bf16")])] == ["fault"]
     (cell,) = compose.compose([of("attention by cuDNN", "lamb")])
     assert (cell.outcome, cell.text) == ("needs", "a GPU")
 
