@@ -4,7 +4,7 @@ what becomes of their weights."""
 import contextlib
 import io
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -31,27 +31,26 @@ Check = Callable[[Experiment, Layout], Errors]
 
 def resumed(experiment: Experiment, layout: Layout) -> Errors:
     """Compares a run that is interrupted and resumed with one that is not, to the bit."""
-    with _folder() as folder:
-        whole = _run(experiment, layout, f"{folder}/whole")
-        _run(experiment, layout, f"{folder}/parts", steps=STEPS // 2)
-        return _bits(_run(experiment, layout, f"{folder}/parts", resume=True), whole)
+    _, whole = _whole(experiment, layout)
+    with tempfile.TemporaryDirectory() as folder:
+        _run(experiment, layout, folder, steps=STEPS // 2)
+        return _bits(_run(experiment, layout, folder, resume=True), whole)
 
 
 def in_calls(experiment: Experiment, layout: Layout) -> Errors:
     """Compares a run of several steps per call with one of single steps."""
-    with _folder() as folder:
-        found = _run(experiment, layout, f"{folder}/calls")
-        single = _run(experiment, layout.with_({"steps_per_call": 1}), f"{folder}/single")
+    _, single = _whole(experiment, layout.with_({"steps_per_call": 1}))
+    with tempfile.TemporaryDirectory() as folder:
+        found = _run(experiment, layout, folder)
     return {"run": parity.worst(_numbers(found), _numbers(single))}
 
 
 def generated(experiment: Experiment, layout: Layout) -> Errors:
     """Compares the tokens that a run's model writes on one device and on a mesh."""
-    with _folder() as folder:
-        _run(experiment, layout, folder)
-        model, params, _ = trained.load(folder)
-        mesh = make_mesh(fsdp=-1, tensor=layout.mesh.tensor)
-        _, placed, _ = trained.load(folder, mesh=mesh)
+    run, _ = _whole(experiment, layout)
+    model, params, _ = trained.load(run)
+    mesh = make_mesh(fsdp=-1, tensor=layout.mesh.tensor)
+    _, placed, _ = trained.load(run, mesh=mesh)
     step = generate.generate_step(model, max_new_tokens=NEW_TOKENS)  # refuses what writes nothing
     asked = np.random.default_rng(0).integers(0, model.vocab_size, (len(jax.devices()), 4))
     asked = generate.prompts(model, asked, max_new_tokens=NEW_TOKENS, temperature=0)
@@ -63,17 +62,27 @@ def generated(experiment: Experiment, layout: Layout) -> Errors:
 def exported(experiment: Experiment, layout: Layout) -> Errors:
     """Compares a run's weights with those of the Hugging Face folder that is written of it, to the
     bit."""
-    with _folder() as folder:
-        _run(experiment, layout, folder)
-        model, params, _ = trained.load(folder)
-        hf.save(f"{folder}/hf", model, params, family=trained.stored(folder).get("family"))
-        return _bits(hf.load(hf.open_weights(f"{folder}/hf")), params)
+    run, _ = _whole(experiment, layout)
+    model, params, _ = trained.load(run)
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save(folder, model, params, family=trained.stored(run).get("family"))
+        return _bits(hf.load(hf.open_weights(folder)), params)
 
 
-@contextlib.contextmanager
-def _folder() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        yield folder
+# The latest whole run, with what it is of: checks of the same run come one behind the other.
+_LATEST: list[tuple[Experiment, Layout, tempfile.TemporaryDirectory, TrainState]] = []
+
+
+def _whole(experiment: Experiment, layout: Layout) -> tuple[str, TrainState]:
+    """The folder of a run from its first step to its last, and its state at the end."""
+    if not any(x[0] is experiment and x[1] == layout for x in _LATEST):
+        while _LATEST:
+            _LATEST.pop()[2].cleanup()
+        folder = tempfile.TemporaryDirectory()
+        state = _run(experiment, layout, folder.name)
+        _LATEST.append((experiment, layout, folder, state))
+    ((*_, folder, state),) = _LATEST
+    return folder.name, state
 
 
 def _run(
@@ -83,7 +92,8 @@ def _run(
     others = layout.mesh.devices // layout.mesh.data
     layout = layout.with_({"mesh.data": len(jax.devices()) // others})
     given = RunOptions(run_dir=folder, log_every=2, sample_seconds=0, resume=resume)
-    return jax.device_get(fit(experiment.with_(layout=layout, steps=steps), given).state)
+    with contextlib.redirect_stdout(io.StringIO()):
+        return jax.device_get(fit(experiment.with_(layout=layout, steps=steps), given).state)
 
 
 def _bits(found: PyTree, expected: PyTree) -> Errors:
