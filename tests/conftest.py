@@ -28,7 +28,7 @@ from jaxtrain.compare import parity
 
 # These programs run for microseconds: what counts is how long the compiler takes. Of the newer
 # emitters that is three times as long. XLA_FLAGS= in the environment keeps XLA's own choices.
-parity.set_flags(parity.QUICK | {"xla_cpu_parallel_codegen_split_count": 1})
+parity.set_flags(parity.QUICK)
 
 jax.config.update("jax_num_cpu_devices", 8)
 # What a test here compiles, it compiles: not every analysis survives the way through a file.
