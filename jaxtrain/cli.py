@@ -43,6 +43,7 @@ from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.observe.report import live
 from jaxtrain.run.refusal import refusing
 from jaxtrain.serve import command as serve
+from jaxtrain.serve import generate_command as generate
 
 DESCRIPTION = (
     "Plans, checks, starts and reports training runs. `jaxtrain --version` prints the version."
@@ -340,6 +341,7 @@ COMMANDS = {
     "hf": Command(hf.HFOptions, hf.run_hf),
     "shrink": Command(shrink.ShrinkOptions, shrink.run_shrink),
     "evaluate": Command(evaluate.EvaluateOptions, evaluate.run_evaluate),
+    "generate": Command(generate.GenerateOptions, generate.run_generate),
     "serve": Command(serve.ServeOptions, serve.run_serve),
     "watch": Command(live.WatchOptions, live.run_watch),
     "profile": Command(profile.ProfileOptions, profile.run_profile),
