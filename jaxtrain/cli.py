@@ -35,6 +35,7 @@ from jaxtrain.layout import Layout
 from jaxtrain.planning import by_layer, nearest_fit, search
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
+from jaxtrain.predict import command as predict
 from jaxtrain.run import launch, replay
 from jaxtrain.run.main import Config, build_experiment, load_config, simulate_devices, typed_fields
 from jaxtrain.run.observe import terminal
@@ -341,6 +342,7 @@ COMMANDS = {
     "hf": Command(hf.HFOptions, hf.run_hf),
     "shrink": Command(shrink.ShrinkOptions, shrink.run_shrink),
     "evaluate": Command(evaluate.EvaluateOptions, evaluate.run_evaluate),
+    "predict": Command(predict.PredictOptions, predict.run_predict),
     "generate": Command(generate.GenerateOptions, generate.run_generate),
     "serve": Command(serve.ServeOptions, serve.run_serve),
     "watch": Command(live.WatchOptions, live.run_watch),

@@ -61,6 +61,7 @@ SMALLER = {
     r"jaxtrain plan experiments(?!.*--init-from)": "--layers 2 --width 128 --heads 16 --seq-len 64",
     r"jaxtrain parity": "--layout data=2,fsdp=2",
     r"jaxtrain compare": "--rounds 2 --block-steps 1",
+    r"jaxtrain predict .*questions": "--stride 4",
     r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",
     r"jaxtrain shrink": "--rows 2 --held-out-rows 2 --data my_texts/",
     r"jaxtrain tokenize": "--workers 1",
@@ -128,6 +129,7 @@ def make_images():
     for n, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (48, 8, 8, 3), np.uint8)):
         pathlib.Path("FOLDER", "abc"[n % 3]).mkdir(parents=True, exist_ok=True)
         images.fromarray(pixels).save(pathlib.Path("FOLDER", "abc"[n % 3], f"{n}.png"))
+    np.savez("images.npz", images=np.zeros((9, 8, 8, 3), np.uint8))
 
 
 def make_conversations():
@@ -222,7 +224,19 @@ MADE = {
     r"--init-from runs/spans|--run runs/spans": [
         f"python -m experiments.t5 {SHORT} 8 --run-dir runs/spans"
     ],
-    r"--init-from VIT": [
+    **{
+        rf"predict --run runs/{name}": [
+            f"python -m experiments.{of} {SHORT} 2 --run-dir runs/{name} --task {task} "
+            f"--data {rows}"
+        ]
+        for name, of, task, rows in (
+            ("told", "bert", "classify", "rows.csv"),
+            ("tags", "bert", "tags", "names.jsonl"),
+            ("answers", "bert", "answers", "questions.jsonl --seq-len 24 --stride 4"),
+            ("targets", "t5", "rows", "rows.jsonl"),
+        )
+    },
+    r"(--init-from|--model) VIT": [
         "python -m experiments.vision --model vit --data FOLDER --image-size 8 --steps 2 "
         "--optimizer.name adamw "
         "--run-dir runs/vit",
