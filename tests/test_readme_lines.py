@@ -225,7 +225,7 @@ MADE = {
         f"python -m experiments.t5 {SHORT} 8 --run-dir runs/spans"
     ],
     **{
-        rf"predict --run runs/{name}": [
+        rf"(predict --run|evaluate) runs/{name}": [
             f"python -m experiments.{of} {SHORT} 2 --run-dir runs/{name} --task {task} "
             f"--data {rows}"
         ]

@@ -196,15 +196,16 @@ def images_of(
     return _Encoded(sources, names, None, shape)
 
 
-def read_images(path: str | os.PathLike[str]) -> np.ndarray:
-    """Reads the array `images` of an .npz, [N, H, W, C], whose `labels` it may lack; with the
-    errors of :func:`open_images`."""
-    (images,) = _arrays(Path(path), "images")
-    if images.ndim not in (3, 4):
+def read_images(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Reads the arrays of an .npz: `images` [N, H, W, C], and `labels` [N], which it may lack; with
+    the errors of :func:`open_images`."""
+    images, *labels = _arrays(Path(path), "images", "labels", needed=1)
+    if images.ndim not in (3, 4) or any(x.shape != images.shape[:1] for x in labels):
         raise ValueError(
-            f"'{path}' has images {images.shape}: they must be [N, H, W] or [N, H, W, C]"
+            f"'{path}' has images {images.shape}: they must be [N, H, W] or [N, H, W, C], and "
+            "labels, where there are any, [N]"
         )
-    return images[..., None] if images.ndim == 3 else images
+    return images[..., None] if images.ndim == 3 else images, labels[0] if labels else None
 
 
 class _Encoded:
@@ -322,15 +323,17 @@ def _of_arrays(path: Path, size: int | None) -> tuple[Any, ...]:
     return images, *_classes(labels, path), [str(row) for row in range(len(labels))], _stamp(path)
 
 
-def _arrays(path: Path, *names: str) -> list[np.ndarray]:
-    """Reads arrays of an .npz, of which the first are images."""
+def _arrays(path: Path, *names: str, needed: int | None = None) -> list[np.ndarray]:
+    """Reads arrays of an .npz, of which the first are images; those beyond ``needed`` it may
+    lack."""
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(each.file_size for each in packed.infolist())
         if size > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise ValueError(f"unpacked it is {human_bytes(size)}, of {human_bytes(there)} here")
         with np.load(path, allow_pickle=False) as arrays:
-            images, *rest = (arrays[name] for name in names)
+            kept = [name for name in names[needed:] if name in arrays] if needed else []
+            images, *rest = (arrays[name] for name in [*names[:needed], *kept])
     except (ValueError, KeyError, OSError, EOFError, MemoryError, zipfile.BadZipFile) as error:
         needs = " and ".join(names)
         raise ValueError(f"'{path}' cannot be read: it needs {needs} ({error})") from None

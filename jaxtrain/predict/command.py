@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import sys
 import time
@@ -14,12 +13,9 @@ from jaxtrain.host import quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path
 from jaxtrain.layout import MeshShape
-from jaxtrain.predict.heads import Model, head_of, records_of
+from jaxtrain.predict.heads import Model, head_of, predictions
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.opening import mesh_for, open_model
-
-# Records that are read before they are sorted by length and predicted.
-RECORDS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +67,14 @@ def run_predict(options: PredictOptions, rest: list[str]) -> int:
     names = {field.name for field in dataclasses.fields(Model)} - {"mesh"}
     given = {name: value for name, value in vars(options).items() if name in names}
     model = Model(opened, mesh, **given)
-    head = head_of(model)
-    records, start, count = records_of(options.data, head), time.monotonic(), 0
+    head_of(model)  # refuses one that predicts nothing, before there is a file
+    start, count = time.monotonic(), 0
     with contextlib.ExitStack() as stack:
         out = sys.stdout
         if options.out is not None:
             out = stack.enter_context(as_path(options.out).open("w"))
-        while part := list(itertools.islice(records, RECORDS)):
-            for found in head.predict(model, part):
-                out.write(json.dumps(found, ensure_ascii=False) + "\n")
-            count += len(part)
+        for count, found in enumerate(predictions(model, options.data), 1):  # noqa: B007
+            out.write(json.dumps(found, ensure_ascii=False) + "\n")
     seconds = time.monotonic() - start
     print(f"{count} rows in {seconds:.1f} s, with compiling", file=sys.stderr)
     return 0

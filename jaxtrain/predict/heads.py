@@ -5,6 +5,7 @@ Shapes: B rows of a batch, T positions of a row, C classes, W words, V vocabular
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from jaxtrain.sharding.rules import batch_parts
 # The shortest rows that a program is compiled for.
 SHORTEST = 16
 
+# Records that are read before they are sorted by length and predicted.
+RECORDS = 4096
 Record = Mapping[str, Any]
 
 
@@ -95,10 +98,12 @@ class Head(NamedTuple):
 
     Args:
       fields: what a record must have.
+      gold: the field of what is right, where that is known.
       predict: ``(model, records) -> a value for each``.
     """
 
     fields: tuple[str, ...]
+    gold: str
     predict: Callable[[Model, Sequence[Record]], Iterable[dict[str, Any]]]
 
 
@@ -108,11 +113,11 @@ def head_of(model: Model) -> Head:
     kind = form_of(config)
     kind = getattr(config, "head", kind) if kind != "vit" or config.head == "none" else kind
     known = {
-        "classes": Head((model.field,), classify),
-        "tags": Head(("tokens",), tag),
-        "spans": Head(("question", "context"), answer),
-        "encoder-decoder": Head(("source",), write),
-        "vit": Head(("image",), classify_images),
+        "classes": Head((model.field,), "label", classify),
+        "tags": Head(("tokens",), "tags", tag),
+        "spans": Head(("question", "context"), "answers", answer),
+        "encoder-decoder": Head(("source",), "target", write),
+        "vit": Head(("image",), "label", classify_images),
     }
     if kind not in known:
         raise ValueError(
@@ -122,13 +127,27 @@ def head_of(model: Model) -> Head:
     return known[kind]
 
 
-def records_of(path: str, head: Head) -> Iterator[Record]:
-    """Yields the records of a file; each image of an .npz is one."""
-    if path.endswith(".npz") and "image" in head.fields:
-        yield from ({"image": image} for image in data.read_images(path))
-    for row in () if path.endswith(".npz") else rows_in(path, head.fields):
+def predictions(model: Model, path: str) -> Iterator[dict[str, Any]]:
+    """Yields what a model predicts of each row of a file; some of the rows are in memory."""
+    head = head_of(model)
+    records = records_of(path, head.fields)
+    while part := list(itertools.islice(records, RECORDS)):
+        yield from head.predict(model, part)
+
+
+def records_of(path: str, fields: Sequence[str]) -> Iterator[Record]:
+    """Yields the records of a file, which have some fields; each image of an .npz is one."""
+    if path.endswith(".npz") and "image" in fields:
+        images, labels_N = data.read_images(path)
+        if "label" in fields and labels_N is None:
+            raise ValueError(f"'{path}' has no labels: give an .npz with images and labels")
+        labels = [None] * len(images) if labels_N is None else labels_N.tolist()
+        for image, label in zip(images, labels, strict=True):
+            yield {"image": image, "label": label}
+        return
+    for row in rows_in(path, fields):
         # A path in a file is one from the file's folder.
-        is_path = "image" in head.fields and isinstance(row["image"], str)
+        is_path = "image" in fields and isinstance(row["image"], str)
         yield row | ({"image": as_path(path).parent / row["image"]} if is_path else {})
 
 

@@ -14,7 +14,7 @@ from jaxtrain.data import SubwordTokenizer
 from jaxtrain.data.enclosed import row_ends
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.models import encoder, encoder_decoder, vit
-from jaxtrain.predict import command
+from jaxtrain.predict import heads
 from jaxtrain.tree import map_named
 from tests.commands import refused, run
 from tests.hf import models
@@ -108,7 +108,7 @@ def shares(z):
 def test_classes_of_texts_and_pairs_are_those_of_transformers(
     folder_of, tokenizer, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(command, "RECORDS", 5)  # of which there are several parts
+    monkeypatch.setattr(heads, "RECORDS", 5)  # of which there are several parts
     texts, pairs = said(1, 9, 3, 2, 7, 40, 4), ["", "of it", "", "no more", "", "", "a"]
     rows = [{"text": a, "text_pair": b} for a, b in zip(texts, pairs, strict=True)]
     folder, path = folder_of("classes"), write_rows(tmp_path / "rows.jsonl", rows)
