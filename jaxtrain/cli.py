@@ -42,7 +42,7 @@ from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.observe.report import live
-from jaxtrain.run.refusal import refusing
+from jaxtrain.run.refusal import refuse_aliases, refusing
 from jaxtrain.serve import command as serve
 from jaxtrain.serve import generate_command as generate
 
@@ -385,6 +385,8 @@ def parse(arguments: list[str]) -> tuple[Any, list[str]]:
     if given is not None and given.passes_on and "--" in arguments:
         at = arguments.index("--")
         return tyro.cli(flags_type, **read | {"args": arguments[:at]}), arguments[at + 1 :]
+    if given is not None and not given.passes_on:
+        refuse_aliases(given.options, arguments)
     if given is not None and given.passes_on:
         return tyro.cli(flags_type, return_unknown_args=True, **read)
     return tyro.cli(flags_type, **read), []

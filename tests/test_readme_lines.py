@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments.gpt import generate
 from jaxtrain import cli
 from tests.test_readme import MODULE
 
@@ -51,7 +50,6 @@ SMALLER = {
     r"-m experiments\.gpt (?!--resume)": "--sample-tokens 4",
     r"(-m|parity|compare) experiments\.gpt (?!.*(--init-from|--resume))": SIZES,
     r"(-m|parity|compare) experiments\.(gpt|t5|bert) (?!.*(--data|--resume|--task))": TEXTS,
-    r"-m experiments\.gpt\.generate": "--tokens 4",
     r"-m experiments\.finetune": "--global-batch 8",
     r"experiments\.finetune .*(chat|pairs|judged)\.jsonl": "--seq-len 128 --sample-tokens 4",
     r"-m experiments\.(bert|t5) (?!.*--init-from)": "--layers 2 --width 32 --tokenizer 300",
@@ -105,8 +103,6 @@ def run(words):
     """Runs a command in this process; it has to end well."""
     if words[0] == "jaxtrain":
         assert cli.main(words[1:]) == 0, words
-    elif words[2] == "experiments.gpt.generate":
-        generate.main(words[3:])
     else:
         module = importlib.import_module(words[2])
         if words[2] == "experiments.finetune":

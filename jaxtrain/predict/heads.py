@@ -233,7 +233,7 @@ def answer(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
 
 def write(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """The target of each source: the most probable tokens, or the text that beams find."""
-    config, params, tokenizer, folder = model.opened
+    config, params, tokenizer, folder, *_ = model.opened
     ends = [tokenizer.eod, *sorted(ends_of(folder, tokenizer) - {tokenizer.eod})]
     rows = tokenizer.encode_batch([str(row["source"]) for row in records])
     rows = [[*row[: model.length - 1].tolist(), tokenizer.eod] for row in rows]

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import jax
@@ -17,7 +17,7 @@ from jaxtrain.host import quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import MeshShape
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.generate import prompts, stream
+from jaxtrain.models.generate import beam_search, prompts, stream
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.api import Text
 from jaxtrain.serve.command import ends_of, template_of
@@ -68,6 +68,10 @@ class GenerateOptions:
     """Last tokens that the penalty counts; left out, all."""
     seed: int = 0
     """Seed for sampling."""
+    samples: int = 1
+    """Number of texts to write; all but the first are shown when all are written."""
+    beams: int = 1
+    """Number of texts that a search for the most probable text follows; 1 searches for none."""
     mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
     simulate_devices: int = 0
     """Write on this many simulated CPU devices; 0 on the real ones."""
@@ -76,11 +80,19 @@ class GenerateOptions:
 def run_generate(options: GenerateOptions, rest: list[str]) -> int:
     """Prints what the model writes, and how fast."""
     del rest
-    check_least(options, max_tokens=1, min_tokens=0)
+    check_least(options, max_tokens=1, min_tokens=0, samples=1, beams=1)
     for name in ("chat_template", "system"):
         if getattr(options, name) is not None and not options.chat:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is given without --chat, which alone reads it: give both")
+    if options.chat and options.samples > 1:
+        raise ValueError(f"--samples is {options.samples}, and --chat needs one answer: give one")
+    for name in ("samples", "temperature", "top_k", "top_p") if options.beams > 1 else ():
+        if (value := getattr(options, name)) not in (0, getattr(GenerateOptions, name)):
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} is for texts that are drawn, and --beams "
+                f"{options.beams} searches for one: leave either out"
+            )
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
     quiet.start()
@@ -136,19 +148,40 @@ class Writer:
         eod = opened.tokenizer.eod
         # The first of several is what rows are filled with.
         self._ends = [eod, *sorted(ends_of(opened.folder, opened.tokenizer) - {eod})]
-        self._read = self._written = self._texts = 0
+        self._read = self._written = self._rows = self._texts = 0
         self._reading = self._writing = 0.0
 
     def write(self, ids: list[int]) -> str:
-        """Prints the text that follows some tokens while it is written, and returns it."""
-        text, said, start = Text(self._options.stop), "", time.monotonic()
-        self._texts += 1
-        first = start
-        for number, token in enumerate(self._tokens(ids)):
-            if not number:
-                first = time.monotonic()
-                self._reading += first - start
+        """Prints the text that follows some tokens while it is written, and returns it; then the
+        others, where several are asked for."""
+        start, kept = time.monotonic(), []
+        chosen = self._chosen(ids)
+        kept.append(next(chosen))
+        first = time.monotonic()
+
+        def tokens() -> Iterator[int]:
+            yield int(kept[0][0])
+            for tokens_B in chosen:
+                kept.append(tokens_B)
+                yield int(tokens_B[0])
+
+        said = self._show(tokens())
+        for row in range(1, self._options.samples):
+            kept.extend(chosen)
+            print("-" * 40)
+            self._show(int(tokens_B[row]) for tokens_B in kept)
+        self._reading += first - start
+        self._writing += time.monotonic() - first
+        return said
+
+    def _show(self, tokens: Iterable[int]) -> str:
+        """Prints the text of a row's tokens as they come, to its end, and returns it."""
+        text, said = Text(self._options.stop), ""
+        self._rows += 1
+        for token in tokens:
             self._written += 1
+            if token in self._ends:
+                break
             part = text.add(self._piece(token, said))
             said += part
             print(part, end="", flush=True)
@@ -156,21 +189,20 @@ class Writer:
                 break
         part = "" if text.stopped else text.add(b"", last=True)
         print(part, flush=True)
-        self._writing += time.monotonic() - first
         return said + part
 
     def speed(self) -> str:
         """Says how many tokens were read and written in which time."""
-        # The first of each text comes with its prompt.
-        rate = (self._written - self._texts) / self._writing if self._writing else 0.0
+        # The first of each row comes with its prompt.
+        rate = (self._written - self._rows) / self._writing if self._writing else 0.0
         return (
             f"{self._written} tokens written, {rate:.1f} per second; {self._read} tokens of "
             f"prompts read in {self._reading:.1f} s, with compiling"
         )
 
-    def _tokens(self, ids: list[int]) -> Iterator[int]:
-        """The new tokens that follow some, of which the last may be an end."""
-        options, (model, params, tokenizer, _) = self._options, self.opened
+    def _chosen(self, ids: list[int]) -> Iterator[np.ndarray]:
+        """Yields the new tokens that follow some, one of each row at a time."""
+        options, (model, params, tokenizer, *_) = self._options, self.opened
         is_decoder = isinstance(model, DecoderConfig)
         # As in training, where a document follows the end of another, and an end follows a source.
         row = [tokenizer.eod, *ids] if is_decoder else [*ids, tokenizer.eod]
@@ -179,32 +211,33 @@ class Writer:
         if model.positions == "learned":
             size = max(len(row), min(size, model.seq_len))
             most = most or max(1, min(MOST, model.seq_len - len(row)))
-        # All devices that split rows have one; lengths in powers of two are few programs.
-        rows = np.zeros((batch_parts(self._mesh), size), np.int32)
+        # All devices that split rows have some; lengths in powers of two are few programs.
+        parts = batch_parts(self._mesh)
+        rows = np.zeros((-(-options.samples // parts) * parts, size), np.int32)
         rows[:, : len(row)] = row
-        batch = prompts(
-            model,
-            rows,
-            prompt_lengths=[len(row)] * len(rows),
-            max_new_tokens=most or MOST,
-            rng=jax.random.key(options.seed + self._texts - 1),
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            repetition_penalty=options.repetition_penalty,
-            repetition_window=options.repetition_window,
-            min_tokens=options.min_tokens,
-            eod=self._ends,
-        )
-        for tokens_B in stream(model, params, batch, mesh=self._mesh):
-            yield int(tokens_B[0])
-            if tokens_B[0] in self._ends:
-                return
+        given = {
+            "prompt_lengths": [len(row)] * len(rows),
+            "max_new_tokens": most or MOST,
+            "repetition_penalty": options.repetition_penalty,
+            "repetition_window": options.repetition_window,
+            "min_tokens": options.min_tokens,
+            "eod": self._ends,
+        }
+        if options.beams > 1:
+            with jax.set_mesh(self._mesh):
+                found, _ = beam_search(model, params, rows, beams=options.beams, **given)
+            yield from np.asarray(found).T
+            return
+        drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+        # Each text of a chat has draws of its own.
+        rng, self._texts = jax.random.key(options.seed + self._texts), self._texts + 1
+        batch = prompts(model, rows, rng=rng, **given, **drawn)
+        yield from stream(model, params, batch, mesh=self._mesh)
 
     def _piece(self, token: int, said: str) -> bytes:
-        """The bytes of a token; of an end, and of one that the tokenizer lacks, none."""
+        """The bytes of a token; of one that the tokenizer lacks, none."""
         tokenizer = self.opened.tokenizer
-        if token in self._ends or token >= tokenizer.vocab_size:
+        if token >= tokenizer.vocab_size:
             return b""
         if not said and (self._options.chat or not isinstance(self.opened.model, DecoderConfig)):
             return tokenizer.decode_bytes([token])  # without a space that begins every text

@@ -62,7 +62,7 @@ def test_scores_are_adjusted_as_transformers_processes_them(window, written):
     assert np.isinf(found[:, [4, 7]]).all() == (written < 3)
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_row_is_as_long_as_it_is_to_be(beams, tmp_path):
     folder, rows = models.save("llama", tmp_path), models.TOKENS[:, :9]
     import torch

@@ -188,7 +188,8 @@ def test_answers_are_those_of_all_places_in_all_parts(folder_of, tokenizer, tmp_
     assert len({bool(each["text"]) for each in lacking}) == 2
 
 
-@pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beams", [1, 3])
 def test_texts_are_those_that_transformers_writes(beams, folder_of, tokenizer, tmp_path, capsys):
     import torch
 

@@ -55,7 +55,7 @@ def generated(capsys, folder, *flags):
     return out, err
 
 
-def theirs(folder, tokenizer, prompt, is_decoder):
+def theirs(folder, tokenizer, prompt, is_decoder, **given):
     """The text that transformers generates of a folder."""
     import torch
 
@@ -72,6 +72,7 @@ def theirs(folder, tokenizer, prompt, is_decoder):
         repetition_penalty=1.4,
         pad_token_id=tokenizer.eod,
         eos_token_id=tokenizer.eod,
+        **given,
     )[0]
     return tokenizer.decode(found[len(ids) if is_decoder else 1 :].numpy())
 
@@ -80,7 +81,7 @@ def theirs(folder, tokenizer, prompt, is_decoder):
     ("name", "mesh"),
     [
         ("gpt", ["--mesh.fsdp", "2", "--mesh.tensor", "2"]),
-        ("t5", ["--mesh.tensor", "2"]),
+        pytest.param("t5", ["--mesh.tensor", "2"], marks=pytest.mark.slow),
         *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("gpt", "t5")),
     ],
 )
@@ -109,10 +110,22 @@ def test_a_text_ends_at_what_stops_it_and_draws_follow_the_seed(folder_of, capsy
     drawn = ["--prompt", PROMPT, "--temperature", "3", "--seed"]
     texts = [generated(capsys, folder, *drawn, seed)[0] for seed in ("1", "1", "2")]
     assert texts[0] == texts[1] != texts[2]
+    several = [*drawn, "1", "--samples", "3"]
+    first, *others = generated(capsys, folder, *several)[0].split("-" * 40 + "\n")
+    assert first == texts[0]
+    assert len({first, *others}) == 3
     few = ["--prompt", "x" * 90, "--temperature", "0"]  # 91 of 96 positions
     status, _, err = run(capsys, "generate", "--run", folder, *few)
     assert status == 0
     assert err.startswith("5 tokens written")
+
+
+@pytest.mark.slow
+def test_beams_find_what_transformers_finds(folder_of, tokenizer, capsys):
+    folder = folder_of("t5")
+    found, _ = generated(capsys, folder, "--prompt", PROMPT, "--beams", "3")
+    assert found == theirs(folder, tokenizer, PROMPT, False, num_beams=3) + "\n"
+    assert found != generated(capsys, folder, "--prompt", PROMPT)[0]
 
 
 def test_a_chat_answers_each_line_after_all_before_it(folder_of, capsys, monkeypatch):
@@ -135,6 +148,11 @@ def test_what_cannot_generate_is_refused(folder_of, capsys):
     assert "no chat template" in refused(capsys, *asked, "--chat")
     assert "--system is given without --chat" in refused(capsys, *asked, "--system", "x")
     assert "--max-tokens is 0" in refused(capsys, *asked, "--max-tokens", "0")
+    assert "--temperature 3.0 is for texts that are drawn" in refused(
+        capsys, *asked, "--beams", "2", "--temperature", "3"
+    )
+    assert "--samples is 2, and --chat" in refused(capsys, *asked, "--chat", "--samples", "2")
+    assert "the same is --max-tokens here" in refused(capsys, *asked, "--max-new-tokens", "2")
     assert "96 learned positions" in refused(capsys, *asked, "--max-tokens", "96")
     assert "min_tokens=9 must be" in refused(
         capsys, *asked, "--max-tokens", "8", "--min-tokens", "9"
