@@ -99,7 +99,7 @@ def run_generate(options: GenerateOptions, rest: list[str]) -> int:
     mesh = mesh_for(options.mesh)
     opened = open_model(options.model, "decoder", "encoder-decoder", mesh=mesh, step=options.step)
     writer = Writer(options, opened, mesh)
-    with contextlib.suppress(KeyboardInterrupt):  # It ends the text, as an end of input does.
+    with _to_the_end():
         if options.chat:
             template = template_of(options.chat_template, opened.folder, opened.tokenizer)
             _chat(options, writer, template)
@@ -128,15 +128,21 @@ def _chat(options: GenerateOptions, writer: "Writer", template: ChatTemplate | N
         messages.append({"role": "assistant", "content": answer})
 
 
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[None]:
+    """Ends its body where a terminal says so, by the end of input or Ctrl-C, on a line of its
+    own."""
+    try:
+        yield
+    except (EOFError, KeyboardInterrupt):
+        print(flush=True)
+
+
 def _lines() -> Iterator[str]:
     """The lines of standard input that are not empty, as they come."""
-    while True:
-        try:
-            line = input("> ") if sys.stdin.isatty() else input()
-        except EOFError:
-            return
-        if line.strip():
-            yield line
+    while sys.stdin.isatty():
+        yield from filter(str.strip, [input("> ")])
+    yield from (line.removesuffix("\n") for line in sys.stdin if line.strip())
 
 
 class Writer:
