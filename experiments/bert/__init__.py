@@ -194,7 +194,7 @@ def open_tokenizer(config: Config, split: data.Split) -> data.SubwordTokenizer:
 
 def special_tokens(config: Config, tokenizer: data.SubwordTokenizer) -> dict[str, Any]:
     """Returns an export's fields for the tokens that begin, end, pad and mask a row."""
-    first, last = row_ends(tokenizer)
+    first, _, last = row_ends(tokenizer)
     ours = {
         "bos_token_id": None,
         "eos_token_id": None,

@@ -60,9 +60,9 @@ def fragments(
     labels: Sequence[int] | None = None,
 ) -> data.Fragments:
     """A corpus as rows, each between the tokens that begin and end one."""
-    first, last = row_ends(tokenizer)
-    ends = {"first": first, "last": last}
-    return data.Fragments(corpus, row_length(config, model), **ends, labels=labels)
+    first, _, last = row_ends(tokenizer)
+    length = row_length(config, model)
+    return data.Fragments(corpus, length, first=first, last=last, labels=labels)
 
 
 def guesses(

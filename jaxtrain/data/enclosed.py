@@ -4,7 +4,7 @@ Shapes: R rows, T positions of a row, N tokens of a text, W words.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,15 +27,26 @@ def special_id(tokenizer: Tokenizer, names: Sequence[str]) -> int:
     )
 
 
-def row_ends(tokenizer: Tokenizer) -> tuple[int, int]:
-    """The tokens that begin and end a row; the second is that of a document where the tokenizer has
-    no [SEP]."""
-    last = tokenizer.special_id(b"[SEP]")
-    return special_id(tokenizer, FIRST), int(tokenizer.eod if last is None else last)
+class Ends(NamedTuple):
+    """The tokens that begin a row, stand between two texts, and end it."""
+
+    first: int
+    between: tuple[int, ...]
+    last: int
+
+
+def row_ends(tokenizer: SubwordTokenizer) -> Ends:
+    """The tokens that a tokenizer's file puts around texts; where it puts none, what it calls the
+    first one, and the end of a document."""
+    first, between, last = tokenizer.around
+    if first and between and last:
+        return Ends(first[0], between, last[-1])
+    eod = int(tokenizer.eod)
+    return Ends(special_id(tokenizer, FIRST), (eod,), eod)
 
 
 def enclosed(
-    ends: tuple[int, int],
+    ends: Ends,
     text: Sequence[int],
     pair: Sequence[int],
     length: int,
@@ -44,8 +55,8 @@ def enclosed(
 ) -> dict[str, np.ndarray]:
     """A row [T] of tokens between those that begin and end one, and perhaps a second text of
     another type, which ends too."""
-    first, last = ends
-    both = [first, *text, last], [*pair, last] if len(pair) else []
+    first, between, last = ends
+    both = [first, *text, *(between if len(pair) else [last])], [*pair, last] if len(pair) else []
     tokens_T, segments_T, types_T = np.zeros((3, length), np.int32)
     stop = len(both[0]) + len(both[1])
     tokens_T[:stop], segments_T[:stop] = both[0] + both[1], 1
@@ -75,11 +86,14 @@ class TextRows:
     def size(self, index: int) -> int:
         """The tokens of a row without its padding."""
         text, pair = (len(part[index]) for part in self._tokens)
-        return min(text + pair + 2 + bool(pair), self.length)
+        return min(text + pair + self._added(pair), self.length)
+
+    def _added(self, pair: Any) -> int:
+        return 2 + (len(self.ends.between) if pair else 0)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         text, pair = (part[index].tolist() for part in self._tokens)
-        while len(text) + len(pair) > self.length - 2 - bool(pair):
+        while len(text) + len(pair) > self.length - self._added(pair):
             (text if len(text) >= len(pair) else pair).pop()
         return enclosed(self.ends, text, pair, self.length, typed=self.typed)
 
@@ -148,8 +162,8 @@ class QuestionRows:
         placed = tokenizer.encode_placed(contexts)
         self._contexts, self.letters = zip(*placed, strict=True) if placed else ((), ())
         self.windows = []
-        for number, (tokens, context) in enumerate(zip(self._asked, self._contexts, strict=True)):
-            room = length - 3 - len(tokens)
+        for number, context in enumerate(self._contexts):
+            room = length - 1 - self.before(number)
             if room <= stride:
                 raise ValueError(
                     f"--stride is {stride}, and a row of {length} tokens has {room} for a "
@@ -164,7 +178,7 @@ class QuestionRows:
 
     def before(self, number: int) -> int:
         """The place in a row of the first token of a context."""
-        return len(self._asked[number]) + 2
+        return 1 + len(self._asked[number]) + len(self.ends.between)
 
     def part(self, index: int) -> np.ndarray:
         """The tokens of a context that a row has."""

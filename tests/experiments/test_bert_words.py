@@ -128,10 +128,7 @@ def test_a_token_of_the_space_before_a_word_is_not_the_word():
     class Spaced:
         """Tokens are letters; what a row begins and ends with are 8 and 9."""
 
-        eod = 9
-
-        def special_id(self, name):
-            return 8
+        around = (8,), (9,), (9,)
 
         def encode_placed(self, texts):
             letters = [np.stack([np.arange(len(t)), 1 + np.arange(len(t))], -1) for t in texts]

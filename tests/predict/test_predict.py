@@ -114,7 +114,7 @@ def test_classes_of_texts_and_pairs_are_those_of_transformers(
     folder, path = folder_of("classes"), write_rows(tmp_path / "rows.jsonl", rows)
     found = predicted(capsys, folder, path, *MESH)
     assert len(found) == len(rows)
-    first, last = row_ends(tokenizer)
+    first, _, last = row_ends(tokenizer)
     for text, pair, each in zip(texts, pairs, found, strict=True):
         text = [first, *tokenizer.encode(text).tolist()[:22], last]
         pair = [*tokenizer.encode(pair).tolist(), last] if pair else []
@@ -130,7 +130,7 @@ def test_tags_of_words_are_those_of_transformers(folder_of, tokenizer, tmp_path,
     rows = [{"tokens": text.split()} for text in said(3, 11, 30, 1)]
     folder, path = folder_of("tags"), write_rows(tmp_path / "rows.jsonl", rows)
     found = predicted(capsys, folder, path, "--mesh.data", "8")
-    first, last = row_ends(tokenizer)
+    first, _, last = row_ends(tokenizer)
     for row, each in zip(rows, found, strict=True):
         tokens, places = [first], []
         for number, word in enumerate(row["tokens"]):
@@ -159,7 +159,7 @@ def test_answers_are_those_of_all_places_in_all_parts(folder_of, tokenizer, tmp_
     folder, path = folder_of("spans"), write_rows(tmp_path / "rows.jsonl", rows)
     found = predicted(capsys, folder, path, "--stride", "4", *MESH)
     lacking = predicted(capsys, folder, path, "--stride", "4", "--unanswerable")
-    first, last = row_ends(tokenizer)
+    first, _, last = row_ends(tokenizer)
     asked = [first, *tokenizer.encode("what is it").tolist(), last]
     room, many = 24 - len(asked) - 1, 0
     for text, each, other in zip(texts, found, lacking, strict=True):
