@@ -164,6 +164,7 @@ class Writer:
         chosen = self._chosen(ids)
         kept.append(next(chosen))
         first = time.monotonic()
+        self._reading += first - start
 
         def tokens() -> Iterator[int]:
             yield int(kept[0][0])
@@ -171,13 +172,14 @@ class Writer:
                 kept.append(tokens_B)
                 yield int(tokens_B[0])
 
-        said = self._show(tokens())
-        for row in range(1, self._options.samples):
-            kept.extend(chosen)
-            print("-" * 40)
-            self._show(int(tokens_B[row]) for tokens_B in kept)
-        self._reading += first - start
-        self._writing += time.monotonic() - first
+        try:
+            said = self._show(tokens())
+            for row in range(1, self._options.samples):
+                kept.extend(chosen)
+                print("-" * 40)
+                self._show(int(tokens_B[row]) for tokens_B in kept)
+        finally:
+            self._writing += time.monotonic() - first
         return said
 
     def _show(self, tokens: Iterable[int]) -> str:

@@ -45,7 +45,8 @@ def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> O
     folder, model, is_run = find_model(name)
     if (form := form_of(model)) not in forms:
         raise ValueError(
-            f"the model in '{folder}' is of the form {form}: give one of {' or '.join(forms)}"
+            f"the model in '{folder}' is of the form {form}: give one of the form "
+            f"{' or '.join(forms)}"
         )
     if is_run:
         model, params, tokenizer = trained.load(folder, step, mesh=mesh)

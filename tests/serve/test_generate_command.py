@@ -141,7 +141,7 @@ def test_a_chat_answers_each_line_after_all_before_it(folder_of, capsys, monkeyp
 
 
 def test_what_cannot_generate_is_refused(folder_of, capsys):
-    assert "of the form encoder: give one of decoder or encoder-decoder" in refused(
+    assert "of the form encoder: give one of the form decoder or encoder-decoder" in refused(
         capsys, "generate", "--model", folder_of("bert"), "--prompt", ""
     )
     asked = ["generate", "--run", folder_of("gpt"), "--prompt", "x"]
