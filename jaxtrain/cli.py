@@ -35,14 +35,16 @@ from jaxtrain.layout import Layout
 from jaxtrain.planning import by_layer, nearest_fit, search
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
+from jaxtrain.predict import command as predict
 from jaxtrain.run import launch, replay
 from jaxtrain.run.main import Config, build_experiment, load_config, simulate_devices, typed_fields
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.observe.report import live
-from jaxtrain.run.refusal import refusing
+from jaxtrain.run.refusal import refuse_aliases, refusing
 from jaxtrain.serve import command as serve
+from jaxtrain.serve import generate_command as generate
 
 DESCRIPTION = (
     "Plans, checks, starts and reports training runs. `jaxtrain --version` prints the version."
@@ -340,6 +342,8 @@ COMMANDS = {
     "hf": Command(hf.HFOptions, hf.run_hf),
     "shrink": Command(shrink.ShrinkOptions, shrink.run_shrink),
     "evaluate": Command(evaluate.EvaluateOptions, evaluate.run_evaluate),
+    "predict": Command(predict.PredictOptions, predict.run_predict),
+    "generate": Command(generate.GenerateOptions, generate.run_generate),
     "serve": Command(serve.ServeOptions, serve.run_serve),
     "watch": Command(live.WatchOptions, live.run_watch),
     "profile": Command(profile.ProfileOptions, profile.run_profile),
@@ -381,6 +385,8 @@ def parse(arguments: list[str]) -> tuple[Any, list[str]]:
     if given is not None and given.passes_on and "--" in arguments:
         at = arguments.index("--")
         return tyro.cli(flags_type, **read | {"args": arguments[:at]}), arguments[at + 1 :]
+    if given is not None and not given.passes_on:
+        refuse_aliases(given.options, arguments)
     if given is not None and given.passes_on:
         return tyro.cli(flags_type, return_unknown_args=True, **read)
     return tyro.cli(flags_type, **read), []

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments.gpt import generate
 from jaxtrain import cli
 from tests.test_readme import MODULE
 
@@ -51,7 +50,6 @@ SMALLER = {
     r"-m experiments\.gpt (?!--resume)": "--sample-tokens 4",
     r"(-m|parity|compare) experiments\.gpt (?!.*(--init-from|--resume))": SIZES,
     r"(-m|parity|compare) experiments\.(gpt|t5|bert) (?!.*(--data|--resume|--task))": TEXTS,
-    r"-m experiments\.gpt\.generate": "--tokens 4",
     r"-m experiments\.finetune": "--global-batch 8",
     r"experiments\.finetune .*(chat|pairs|judged)\.jsonl": "--seq-len 128 --sample-tokens 4",
     r"-m experiments\.(bert|t5) (?!.*--init-from)": "--layers 2 --width 32 --tokenizer 300",
@@ -61,6 +59,7 @@ SMALLER = {
     r"jaxtrain plan experiments(?!.*--init-from)": "--layers 2 --width 128 --heads 16 --seq-len 64",
     r"jaxtrain parity": "--layout data=2,fsdp=2",
     r"jaxtrain compare": "--rounds 2 --block-steps 1",
+    r"jaxtrain predict .*questions": "--stride 4",
     r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",
     r"jaxtrain shrink": "--rows 2 --held-out-rows 2 --data my_texts/",
     r"jaxtrain tokenize": "--workers 1",
@@ -104,8 +103,6 @@ def run(words):
     """Runs a command in this process; it has to end well."""
     if words[0] == "jaxtrain":
         assert cli.main(words[1:]) == 0, words
-    elif words[2] == "experiments.gpt.generate":
-        generate.main(words[3:])
     else:
         module = importlib.import_module(words[2])
         if words[2] == "experiments.finetune":
@@ -128,6 +125,7 @@ def make_images():
     for n, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (48, 8, 8, 3), np.uint8)):
         pathlib.Path("FOLDER", "abc"[n % 3]).mkdir(parents=True, exist_ok=True)
         images.fromarray(pixels).save(pathlib.Path("FOLDER", "abc"[n % 3], f"{n}.png"))
+    np.savez("images.npz", images=np.zeros((9, 8, 8, 3), np.uint8))
 
 
 def make_conversations():
@@ -222,7 +220,19 @@ MADE = {
     r"--init-from runs/spans|--run runs/spans": [
         f"python -m experiments.t5 {SHORT} 8 --run-dir runs/spans"
     ],
-    r"--init-from VIT": [
+    **{
+        rf"(predict --run|evaluate) runs/{name}": [
+            f"python -m experiments.{of} {SHORT} 2 --run-dir runs/{name} --task {task} "
+            f"--data {rows}"
+        ]
+        for name, of, task, rows in (
+            ("told", "bert", "classify", "rows.csv"),
+            ("tags", "bert", "tags", "names.jsonl"),
+            ("answers", "bert", "answers", "questions.jsonl --seq-len 24 --stride 4"),
+            ("targets", "t5", "rows", "rows.jsonl"),
+        )
+    },
+    r"(--init-from|--model) VIT": [
         "python -m experiments.vision --model vit --data FOLDER --image-size 8 --steps 2 "
         "--optimizer.name adamw "
         "--run-dir runs/vit",

@@ -27,9 +27,10 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from experiments.bert import answers, classify, mask, tags
-from experiments.bert.common import FIRST, MASK, Text, row_length, special_id
+from experiments.bert.common import Text, row_length
 from experiments.members import of_members
 from jaxtrain import data
+from jaxtrain.data.enclosed import FIRST, MASK, row_ends, special_id
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host.least import check_least
 from jaxtrain.models import encoder
@@ -193,12 +194,13 @@ def open_tokenizer(config: Config, split: data.Split) -> data.SubwordTokenizer:
 
 def special_tokens(config: Config, tokenizer: data.SubwordTokenizer) -> dict[str, Any]:
     """Returns an export's fields for the tokens that begin, end, pad and mask a row."""
+    first, _, last = row_ends(tokenizer)
     ours = {
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": 0,
-        "cls_token_id": special_id(tokenizer, FIRST),
-        "sep_token_id": int(tokenizer.eod),
+        "cls_token_id": first,
+        "sep_token_id": last,
         "mask_token_id": special_id(tokenizer, MASK),
     }
     if config.source is None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
+from jaxtrain.data.enclosed import TextRows
 from jaxtrain.host import extras
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
@@ -84,7 +85,7 @@ def labelled_text(
     return common.Text(tokenizer, train, some, task=f"which of {len(classes)}: {task}", **found)
 
 
-class LabelledRows:
+class LabelledRows(TextRows):
     """Texts, or pairs of them, with their classes: rows for batches, as those of Fragments."""
 
     def __init__(
@@ -95,23 +96,18 @@ class LabelledRows:
         rows: Sequence[Mapping[str, Any]],
         classes: Sequence[str],
     ):
-        self.length = common.row_length(config, model)
-        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
-        self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
-        self.weights_K, self.typed = np.ones(len(classes)), (model.token_types or 1) > 1
         parts = ([str(row.get(name) or "") for row in rows] for name in (config.field, "text_pair"))
-        self._tokens = [tokenizer.encode_batch(part) for part in parts]
-
-    def __len__(self) -> int:
-        return len(self.labels)
+        typed = (model.token_types or 1) > 1
+        super().__init__(tokenizer, *parts, common.row_length(config, model), typed=typed)
+        self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
+        self.weights_K = np.ones(len(classes))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         label = self.labels[index]
-        text, pair = (part[index].tolist() for part in self._tokens)
-        while len(text) + len(pair) > self.length - 2 - bool(pair):
-            (text if len(text) >= len(pair) else pair).pop()
-        row = common.pair_row(self.ends, text, pair, self.length, typed=self.typed)
-        return row | {"label": label, "mask": np.float32(self.weights_K[label])}
+        return super().__getitem__(index) | {
+            "label": label,
+            "mask": np.float32(self.weights_K[label]),
+        }
 
 
 def class_of(name: str) -> str:

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 
 from jaxtrain import data
+from jaxtrain.data.enclosed import row_ends
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
 HELD_OUT = 0.2
-# What a tokenizer calls the token that begins a row and the one that masks: BERT's, RoBERTa's.
-FIRST, MASK = ("[CLS]", "<s>"), ("[MASK]", "<mask>")
 # The metadata of an experiment whose loss is not of a token of text.
 BY_ACCURACY = {"best_metric": "accuracy", "best_mode": "max", "derived": lambda means: {}}
 
@@ -47,17 +46,6 @@ def row_length(config: Any, model: EncoderConfig) -> int:
     return config.seq_len or model.seq_len
 
 
-def special_id(tokenizer: data.SubwordTokenizer, names: Sequence[str]) -> int:
-    """The first of some special tokens that a tokenizer has."""
-    for name in names:
-        if (id := tokenizer.special_id(name.encode())) is not None:
-            return id
-    raise ValueError(
-        f"the tokenizer has no token {' or '.join(names)}: give --tokenizer an encoder's, as of "
-        "BERT or RoBERTa, or a number"
-    )
-
-
 def split_of(config: Any) -> data.Split:
     """The documents to train on, and those that no task trains on."""
     return data.open_text(config.data, field=config.field, held_out=HELD_OUT)
@@ -72,8 +60,9 @@ def fragments(
     labels: Sequence[int] | None = None,
 ) -> data.Fragments:
     """A corpus as rows, each between the tokens that begin and end one."""
-    ends = {"first": special_id(tokenizer, FIRST), "last": int(tokenizer.eod)}
-    return data.Fragments(corpus, row_length(config, model), **ends, labels=labels)
+    first, _, last = row_ends(tokenizer)
+    length = row_length(config, model)
+    return data.Fragments(corpus, length, first=first, last=last, labels=labels)
 
 
 def guesses(
@@ -115,22 +104,3 @@ def of_sides(sides: Iterable[Sequence[Mapping[str, Any]]], *read: str) -> dict[s
     prints = tuple(hashlib.sha256(repr(rows).encode()).hexdigest()[:32] for rows in sides)
     unread = tuple(name for name in sides[0][0] if name not in read)
     return {"files": tuple(map(len, sides)), "prints": prints, "unread": unread}
-
-
-def pair_row(
-    ends: tuple[int, int],
-    text: Sequence[int],
-    pair: Sequence[int],
-    length: int,
-    *,
-    typed: bool = True,
-) -> dict[str, np.ndarray]:
-    """A row [T] of tokens between those that begin and end one, and perhaps a second text of
-    another type, which ends too."""
-    first, last = ends
-    both = [first, *text, last], [*pair, last] if len(pair) else []
-    tokens_T, segments_T, types_T = np.zeros((3, length), np.int32)
-    stop = len(both[0]) + len(both[1])
-    tokens_T[:stop], segments_T[:stop] = both[0] + both[1], 1
-    types_T[len(both[0]) : stop] = typed
-    return {"tokens": tokens_T, "segments": segments_T, "types": types_T}

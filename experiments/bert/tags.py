@@ -3,7 +3,7 @@
 Tags that begin with B- and I- mark spans, which are counted whole: a span is right where its first
 word, its last and its kind are (CoNLL 2003's measure; seqeval's default).
 
-Shapes: B batch, T positions, C tags, N tokens of a text, W words.
+Shapes: B batch, T positions, C tags.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
+from jaxtrain.data.enclosed import WordRows
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
@@ -84,7 +85,7 @@ def text_of(
     return common.Text(tokenizer, train, some, task=task, **found)
 
 
-class TagRows:
+class TagRows(WordRows):
     """Words with the numbers of their tags: rows for batches. A word of which the tokenizer makes
     nothing has no tag; ``cut`` counts the words that find no place in their row."""
 
@@ -95,30 +96,15 @@ class TagRows:
         tokenizer: data.SubwordTokenizer,
         rows: Sequence[Mapping[str, Any]],
     ):
-        self.length, self.cut = common.row_length(config, model), 0
-        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
-        self._tokens, self._places, self._tags = [], [], []
-        texts = [" ".join(row["tokens"]) for row in rows]
-        for row, (ids_N, letters_N2) in zip(rows, tokenizer.encode_placed(texts), strict=True):
-            sizes_W = np.array([len(word) for word in row["tokens"]], int)
-            begins_W = np.cumsum(sizes_W + 1) - sizes_W - 1
-            first_W = np.searchsorted(letters_N2[:, 1], begins_W, side="right")
-            starts_N = np.append(letters_N2[:, 0], np.iinfo(int).max)
-            told_W = starts_N[first_W] < begins_W + sizes_W
-            fits_W = told_W & (first_W < self.length - 2)
-            self.cut += int((told_W & ~fits_W).sum())
-            self._tokens.append(ids_N[: self.length - 2])
-            self._places.append(1 + first_W[fits_W])
-            self._tags.append(np.array(row["tags"], np.int32)[fits_W])
-
-    def __len__(self) -> int:
-        return len(self._tokens)
+        words = [row["tokens"] for row in rows]
+        super().__init__(tokenizer, words, common.row_length(config, model))
+        both = zip(rows, self.words, strict=True)
+        self._tags = [np.array(row["tags"], np.int32)[words] for row, words in both]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         targets_T, mask_T = np.zeros(self.length, np.int32), np.zeros(self.length, np.float32)
-        targets_T[self._places[index]], mask_T[self._places[index]] = self._tags[index], 1
-        row = common.pair_row(self.ends, self._tokens[index], (), self.length)
-        return row | {"targets": targets_T, "mask": mask_T}
+        targets_T[self.places[index]], mask_T[self.places[index]] = self._tags[index], 1
+        return super().__getitem__(index) | {"targets": targets_T, "mask": mask_T}
 
 
 def loss_and_spans(model: EncoderConfig, kinds_C: np.ndarray, begins_C: np.ndarray) -> Any:

@@ -7,7 +7,7 @@ CPU cores that takes under 6 minutes and ends at or below 2.15 bits per held-out
     python -m experiments.gpt --help
     python -m experiments.gpt --model gpt2-124m --data my_texts/ --tokenizer tokenizer.json
     python -m experiments.gpt --simulate-devices 8 --mesh.data 4 --mesh.tensor 2 --steps 20
-    python -m experiments.gpt.generate --run runs/gpt-1 --prompt "def "
+    jaxtrain generate --run runs/gpt-1 --prompt "def "
 """
 
 import dataclasses

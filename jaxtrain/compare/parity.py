@@ -74,12 +74,10 @@ DEVICES = 8
 # Half of the time would be LLVM's; it knows nothing of meshes. XLA's CPU compiler keeps one core
 # busy, so several programs are compiled at once.
 COMPILERS, AHEAD = 2, 8
-QUICK: dict[str, Any] = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
+QUICK: dict[str, Any] = {"xla_backend_optimization_level": 0}
 if jax.__version_info__ < (0, 11):  # XLA refuses an option that it does not know
     QUICK |= {"xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
+    QUICK |= {"xla_cpu_parallel_codegen_split_count": 1}
 COMPILER_OPTIONS = QUICK | {"xla_allow_excess_precision": False}  # see the top of this module
 
 

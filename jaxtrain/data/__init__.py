@@ -20,7 +20,9 @@ from jaxtrain.data.images import Augmented as Augmented
 from jaxtrain.data.images import Images as Images
 from jaxtrain.data.images import LabelledImages as LabelledImages
 from jaxtrain.data.images import Normalized as Normalized
+from jaxtrain.data.images import images_of as images_of
 from jaxtrain.data.images import open_images as open_images
+from jaxtrain.data.images import read_images as read_images
 from jaxtrain.data.loader import ORDER_VERSION as ORDER_VERSION
 from jaxtrain.data.loader import Batches as Batches
 from jaxtrain.data.loader import BatchStream as BatchStream
@@ -60,6 +62,7 @@ from jaxtrain.data.sources import hash_fraction as hash_fraction
 from jaxtrain.data.sources import open_text as open_text
 from jaxtrain.data.sources import python_stdlib as python_stdlib
 from jaxtrain.data.sources import read_rows as read_rows
+from jaxtrain.data.sources import rows_in as rows_in
 from jaxtrain.data.sources import text_folder as text_folder
 from jaxtrain.data.sources import texts_of_rows as texts_of_rows
 from jaxtrain.data.store import MappedTokens as MappedTokens

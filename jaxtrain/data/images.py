@@ -183,13 +183,48 @@ def open_images(path: str | os.PathLike[str], *, size: int | None = None) -> Lab
     return LabelledImages(*sides, classes, stamp)
 
 
+def images_of(
+    sources: Sequence[Any], names: Sequence[str], shape: tuple[int, int, int]
+) -> Sequence[np.ndarray]:
+    """Returns images brought to a model's height, width and channels, decoded when they are asked
+    for.
+
+    Args:
+      sources: files, or the bytes of such.
+      names: of each, in what is said of it.
+    """
+    return _Encoded(sources, names, None, shape)
+
+
+def read_images(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Reads the arrays of an .npz: `images` [N, H, W, C], and `labels` [N], which it may lack; with
+    the errors of :func:`open_images`."""
+    images, *labels = _arrays(Path(path), "images", "labels", needed=1)
+    if images.ndim not in (3, 4) or any(x.shape != images.shape[:1] for x in labels):
+        raise ValueError(
+            f"'{path}' has images {images.shape}: they must be [N, H, W] or [N, H, W, C], and "
+            "labels, where there are any, [N]"
+        )
+    return images[..., None] if images.ndim == 3 else images, labels[0] if labels else None
+
+
 class _Encoded:
     """Images that are decoded by Pillow when they are asked for: files, or bytes."""
 
-    def __init__(self, encoded: Sequence[Any], names: Sequence[str], size: int | None):
-        self._encoded, self._names, self._size = encoded, names, size
-        self._shape: tuple[int, ...] | None = None
-        if len(names):
+    def __init__(
+        self,
+        encoded: Sequence[Any],
+        names: Sequence[str],
+        size: int | None,
+        shape: tuple[int, int, int] | None = None,
+    ):
+        self._encoded, self._names, self._shape = encoded, names, shape
+        self._size = None if size is None else (size, size)
+        if shape is not None:
+            self._size, self._grey = (shape[1], shape[0]), shape[2] == 1
+            self._others = "the model's images are grey"
+        elif len(names):
+            self._others = f"{names[0]} is grey, as others are"
             sample = spread(range(len(names)), _SAMPLE)
             # One grey image, though it were the first, makes no colours grey.
             self._grey = all(self._open(index).mode in _GREY for index in sample)
@@ -203,13 +238,13 @@ class _Encoded:
         grey = image.mode in _GREY
         image = image.convert("L" if grey and self._grey else "RGB")
         if self._size is not None:
-            image = image.resize((self._size, self._size))
+            image = image.resize(self._size)
         pixels = np.atleast_3d(np.asarray(image))
         if self._grey and not grey:
             if (pixels != pixels[..., :1]).any():
                 raise ValueError(
-                    f"{self._names[index]} has colours and {self._names[0]} is grey, as others "
-                    "are: bring all to RGB, or all to grey"
+                    f"{self._names[index]} has colours and {self._others}: bring all to RGB, or "
+                    "all to grey"
                 )
             pixels = pixels[..., :1]
         if self._shape is not None and pixels.shape != self._shape:
@@ -278,27 +313,36 @@ def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
 def _of_arrays(path: Path, size: int | None) -> tuple[Any, ...]:
     if size is not None:
         raise ValueError(f"`image_size` is {size}: the arrays of '{path}' have a size of their own")
+    images, labels = _arrays(path, "images", "labels")
+    if images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"'{path}' has images {images.shape} and labels {labels.shape}: they must be [N, H, W] "
+            "or [N, H, W, C], and [N]"
+        )
+    images = images[..., None] if images.ndim == 3 else images
+    return images, *_classes(labels, path), [str(row) for row in range(len(labels))], _stamp(path)
+
+
+def _arrays(path: Path, *names: str, needed: int | None = None) -> list[np.ndarray]:
+    """Reads arrays of an .npz, of which the first are images; those beyond ``needed`` it may
+    lack."""
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(each.file_size for each in packed.infolist())
         if size > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise ValueError(f"unpacked it is {human_bytes(size)}, of {human_bytes(there)} here")
         with np.load(path, allow_pickle=False) as arrays:
-            images, labels = arrays["images"], arrays["labels"]
+            kept = [name for name in names[needed:] if name in arrays] if needed else []
+            images, *rest = (arrays[name] for name in [*names[:needed], *kept])
     except (ValueError, KeyError, OSError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        raise ValueError(f"'{path}' cannot be read: it needs images and labels ({error})") from None
-    if images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
-        raise ValueError(
-            f"'{path}' has images {images.shape} and labels {labels.shape}: they must be [N, H, W] "
-            "or [N, H, W, C], and [N]"
-        )
+        needs = " and ".join(names)
+        raise ValueError(f"'{path}' cannot be read: it needs {needs} ({error})") from None
     if images.dtype not in (np.uint8, bool) and not np.issubdtype(images.dtype, np.floating):
         raise ValueError(
             f"'{path}' has images of {images.dtype}, whose range nobody knows: give uint8, or "
             "floats of the range to train on"
         )
-    images = images[..., None] if images.ndim == 3 else images
-    return images, *_classes(labels, path), [str(row) for row in range(len(labels))], _stamp(path)
+    return [images, *rest]
 
 
 def _classes(labels: np.ndarray, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -305,13 +305,7 @@ def read_rows(
     kept = [file for file in files if file.name.split(".")[0] in ("validation", "dev", "test")]
     sides = [], []
     for file in files:
-        for number, row in enumerate(_rows_of(file), 1):
-            if lacking := [name for name in fields if row.get(name) in (None, "")]:
-                has = ", ".join(repr(name) for name in row) or "no fields at all"
-                wrong = f"has no '{lacking[0]}'; it has {has}: rename the field"
-                if lacking[0] in row:
-                    wrong = f"has an empty '{lacking[0]}': fill it in"
-                raise ValueError(f"'{file}' row {number} {wrong}, or drop such rows")
+        for number, row in enumerate(rows_in(file, fields), 1):
             draw = hash_fraction(f"{file.name}:{number}") < held_out
             sides[file in kept if kept else draw].append(row)
     if not all(sides):
@@ -320,6 +314,22 @@ def read_rows(
             "more rows, or a folder with train.* and validation.*"
         )
     return sides
+
+
+def rows_in(path: str | os.PathLike[str], fields: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a file of JSON lines, CSV, TSV or Parquet; raises ValueError for one that
+    lacks one of `fields`, and where the file is of another kind."""
+    file, fields = as_path(path), list(fields)
+    if not is_file(file) or not file.name.lower().endswith(TABLE_SUFFIXES):
+        raise ValueError(f"'{path}' is no JSONL, CSV, TSV or Parquet: give a file of such rows")
+    for number, row in enumerate(_rows_of(file), 1):
+        if lacking := [name for name in fields if row.get(name) in (None, "")]:
+            has = ", ".join(repr(name) for name in row) or "no fields at all"
+            wrong = f"has no '{lacking[0]}'; it has {has}: rename the field"
+            if lacking[0] in row:
+                wrong = f"has an empty '{lacking[0]}': fill it in"
+            raise ValueError(f"'{file}' row {number} {wrong}, or drop such rows")
+        yield row
 
 
 def fields_of(path: str | os.PathLike[str]) -> tuple[str, ...]:

@@ -340,6 +340,16 @@ class SubwordTokenizer(_BytePieces):
         return self._tokenizer.id_to_token(self.eod)
 
     @property
+    def around(self) -> tuple[tuple[int, ...], ...]:
+        """The special tokens that the file puts before a text, between it and a second, and behind
+        that: of BERT's [CLS], [SEP] and [SEP], and none where it puts none."""
+        found = self._tokenizer.encode("x", "y")
+        of = [(id, side) for id, side in zip(found.ids, found.sequence_ids, strict=True)]
+        first, last = (max(i for i, (_, side) in enumerate(of) if side == n) for n in (0, 1))
+        groups = of[:first], of[first:last], of[last:]
+        return tuple(tuple(id for id, side in part if side is None) for part in groups)
+
+    @property
     def special_pattern(self) -> str:
         """A pattern of the special tokens, with the white space that they take in."""
         found = [

@@ -1,4 +1,5 @@
-"""``jaxtrain evaluate``: how well a trained decoder predicts texts, and how it does on tasks."""
+"""``jaxtrain evaluate``: how well a trained decoder predicts texts, how it does on tasks, and how
+often another model is right."""
 
 import dataclasses
 import json
@@ -12,15 +13,19 @@ import tyro
 
 import jaxtrain
 from jaxtrain import data
+from jaxtrain.evaluate import heads
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import MeshShape
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.predict.heads import Model
+from jaxtrain.run import trained
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import Opened, mesh_for, open_decoder
+from jaxtrain.serve.opening import Opened, mesh_for, open_model
 
 # In the folder of a run that has been evaluated.
 RESULTS = "evaluations.jsonl"
@@ -31,7 +36,8 @@ ROWS = 4096
 @dataclasses.dataclass(frozen=True)
 class EvaluateOptions:
     """Evaluates a trained decoder: perplexity and bits per byte of texts, and tasks of
-    lm-evaluation-harness.
+    lm-evaluation-harness. Of another model it says how often its classes, tags, answers or texts
+    are right, with a picture of which classes are taken for which.
 
     Results are printed. Those of a run are also added to evaluations.jsonl in its folder, with the
     command.
@@ -42,13 +48,15 @@ class EvaluateOptions:
     step: int | None = None
     """Which checkpoint of a run; left out, the best one."""
     data: tuple[str, ...] = ()
-    """Texts, as --data of an experiment names them: files and folders. All of each is read, also
-    what training had."""
+    """Texts, as --data of an experiment names them: files and folders; or, where the model is no
+    decoder, files of rows as `jaxtrain predict` reads, with what is right. All of each is read,
+    also what training had."""
     field: str = "text"
     """The field of JSON lines and Parquet files that holds the text."""
     stride: int | None = None
     """Tokens between the rows of a long text: less leaves every token more before it, and takes
-    more time. Left out, half of a row."""
+    more time. Left out, half of a row. Of a long context, tokens that its rows share; left out,
+    128."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness, such as hellaswag."""
     shots: int | None = None
@@ -79,7 +87,50 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
     mesh = mesh_for(options.mesh)
-    opened = open_decoder(options.model, mesh=mesh, step=options.step)
+    opened = open_model(options.model, *trained.FORMS, mesh=mesh, step=options.step)
+    path = options.out
+    if path is None and exists(as_path(opened.folder) / "checkpoints"):
+        path = str(as_path(opened.folder) / RESULTS)
+    if isinstance(opened.model, DecoderConfig):
+        results = _decoder(options, opened, mesh)
+    elif options.tasks:
+        raise ValueError(f"--tasks is given, and the model in '{opened.folder}' is no decoder")
+    else:
+        given = options, opened, mesh, path
+        results = {"rows": {name: _rows(name, *given) for name in options.data}}
+    if path is not None:
+        about = {
+            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": "jaxtrain " + shlex.join(sys.argv[1:]),
+            "version": jaxtrain.__version__,
+        }
+        with as_path(path).open("a") as file:
+            file.write(json.dumps(about | results) + "\n")
+        print(f"added to {path}")
+    return 0
+
+
+def _rows(
+    name: str, options: EvaluateOptions, opened: Opened, mesh: Any, path: str | None
+) -> dict[str, Any]:
+    """The report of a file of rows, which is printed, and drawn beside the results."""
+    stride = {} if options.stride is None else {"stride": options.stride}
+    given = {"rows": options.rows, "seq_len": options.longest, "field": options.field}
+    found, confusion = heads.report(Model(opened, mesh, **given, **stride), name)
+    print("\n".join(heads.lines(name, found)), flush=True)
+    if path is not None and confusion is not None:
+        picture = as_path(path).parent / f"confusion-{as_path(name).stem}.png"
+        try:
+            heads.draw(list(found["classes"]), confusion, picture)
+        except ImportError as error:
+            print(f"there is no picture of {name}: {error}")
+        else:
+            print(f"drawn in {picture}")
+    return found
+
+
+def _decoder(options: EvaluateOptions, opened: Opened, mesh: Any) -> dict[str, Any]:
+    """The results of texts and tasks, which are printed."""
     given = {"rows": options.rows, "longest": options.longest}
     scorer = Scorer(opened.model, opened.params, mesh=mesh, **given)
     results: dict[str, Any] = {"texts": {}, "tasks": {}}
@@ -94,19 +145,7 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
         )
     if options.tasks:
         results["tasks"] = _tasks(options, opened, scorer, mesh)
-    path = options.out
-    if path is None and exists(as_path(opened.folder) / "checkpoints"):
-        path = str(as_path(opened.folder) / RESULTS)
-    if path is not None:
-        about = {
-            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": "jaxtrain " + shlex.join(sys.argv[1:]),
-            "version": jaxtrain.__version__,
-        }
-        with as_path(path).open("a") as file:
-            file.write(json.dumps(about | results) + "\n")
-        print(f"added to {path}")
-    return 0
+    return results
 
 
 def perplexity(

@@ -44,7 +44,7 @@ class ShrinkOptions:
     """Makes a trained decoder smaller: removes heads and channels, prunes weights and quantizes
     them, in this order, each calibrated on text; reports what that has cost.
 
-    What comes out is the folder of a run. It generates (experiments.gpt.generate --run), is tuned
+    What comes out is the folder of a run. It generates (jaxtrain generate --run), is tuned
     (--init-from, with --keep-zeros after pruning) and exported (jaxtrain hf export).
     """
 
@@ -305,4 +305,4 @@ def _report(
         axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         figure.suptitle(options.model, fontsize=10)
         save_figure(figure, options.png)
-    console.print(f"{options.out}: a run, for experiments.gpt.generate and jaxtrain hf export")
+    console.print(f"{options.out}: a run, for jaxtrain generate and jaxtrain hf export")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models.sampling import Sampling, mark, penalise
+from jaxtrain.models.sampling import Own, Sampling, adjusted
 from jaxtrain.sharding.placement import constrain
 
 # A score below that of any sequence, which a sum of such scores does not overflow.
@@ -23,7 +23,6 @@ class Beams(NamedTuple):
 
     chosen: jax.Array | None  # [B * N], each beam's last token
     parents: jax.Array | None  # [B, N], the beams that they were before it
-    seen: jax.Array  # [B * N, V]
     tokens: jax.Array  # [B, N, T]
     scores: jax.Array  # [B, N], falling
     ended_tokens: jax.Array  # [B, N, T]
@@ -33,14 +32,13 @@ class Beams(NamedTuple):
     running: jax.Array | None  # []
 
     @classmethod
-    def begin(cls, sampling: Sampling, count: int, seen_BV: jax.Array, beams: int) -> "Beams":
+    def begin(cls, sampling: Sampling, rows: int, count: int, beams: int) -> "Beams":
         """Returns a search for ``count`` tokens, before the first."""
-        B, N = len(seen_BV), beams
+        B, N = rows, beams
         tokens, worst = jnp.full((B, N, count), sampling.end, jnp.int32), jnp.full((B, N), WORST)
         return cls(
             chosen=None,
             parents=None,
-            seen=jnp.repeat(seen_BV, N, axis=0),
             tokens=tokens,
             # All beams are alike at first: the others would be the first one again.
             scores=worst.at[:, 0].set(0.0),
@@ -53,22 +51,24 @@ class Beams(NamedTuple):
 
 
 def search(
-    sampling: Sampling, length_penalty: float, step: jax.Array, logits: jax.Array, now: Beams
+    sampling: Sampling,
+    length_penalty: float,
+    own: Own,
+    step: jax.Array,
+    logits: jax.Array,
+    now: Beams,
 ) -> Beams:
-    """Chooses each beam's token number ``step`` by its logits [B * N, V].
-
-    Of ``sampling`` it reads ``repetition_penalty`` and ``eod``.
-    """
+    """Chooses each beam's token number ``step`` by its logits [B * N, V], of rows that ``own`` has
+    as many of. Temperature and truncations of ``sampling`` are not read."""
     (B, N, count), V = now.tokens.shape, logits.shape[1]
-    penalty = 1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty
     logs = jax.nn.log_softmax(constrain(logits, "batch", None))
-    logs = penalise(logs, now.seen, penalty)
+    logs = adjusted(sampling, own, now.tokens.reshape(B * N, count), step, logs)
     sums = (logs.reshape(B, N, V) + now.scores[..., None]).reshape(B, N * V)
     # Twice as many as go on: each beam has one continuation that ends.
     sums, places = jax.lax.top_k(sums, 2 * N)
     beam, chosen = places // V, places % V
     tokens, length = _take(now.tokens, beam).at[:, :, step].set(chosen), step + 1
-    ends = (chosen == sampling.end) | (length >= count)
+    ends = sampling.is_end(chosen) | (length >= count)
     scores, on = jax.lax.top_k(sums + jnp.where(ends, WORST, 0.0), N)
 
     # Ends count among the best N alone, and where they can still be better than what there is.
@@ -84,7 +84,6 @@ def search(
     return Beams(
         chosen=chosen,
         parents=parents,
-        seen=mark(take_rows(now.seen, parents, axis=0), chosen[:, None]),
         tokens=_take(tokens, on),
         scores=scores,
         ended_tokens=_take(jnp.concatenate([now.ended_tokens, tokens], 1), best),

@@ -18,21 +18,23 @@ writes a target.
 Shapes: B prompts, P prompt positions, N new tokens, V vocabulary.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxtrain.models.beams import Beams, search, take_rows
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import Cache, Decoder, decoder_of, pin_cache
 from jaxtrain.models.encoder_decoder import T5Config
-from jaxtrain.models.sampling import Draws, Sampling, draw, make_sampling, mark
+from jaxtrain.models.sampling import Draws, Own, Sampling, draw, make_sampling
 from jaxtrain.sharding.placement import gather
 
 Config = DecoderConfig | T5Config
@@ -87,8 +89,11 @@ def generate(
       top_k, top_p: truncations; left out, none.
       repetition_penalty: 1 means none (Keskar et al. 2019, https://arxiv.org/abs/1909.05858); it is
         for tokens of a prompt or a target, and not of a source.
-      eod: after this token a row is filled with it; once all rows are, generation stops. Left out,
-        1 for an encoder-decoder and None, which continues to the end, for others.
+      repetition_window: of which so many last tokens alone count; left out, all.
+      min_tokens: new tokens of a row before one that may end it; left out, 0.
+      eod: after this token, or any of several, a row is filled with it (the first of them); once
+        all rows are, generation stops. Left out, 1 for an encoder-decoder and None, which continues
+        to the end, for others.
 
     Returns:
       int32 [B, max_new_tokens]: the new tokens alone.
@@ -100,6 +105,30 @@ def generate(
     """
     batch = prompts(config, prompt_tokens, max_new_tokens=max_new_tokens, **given)
     return _draw(_Form(decoder_of(config), max_new_tokens), Weights(params), batch)
+
+
+def stream(
+    config: Config, params: Any, batch: Prompts, *, mesh: Mesh | None = None
+) -> Iterator[np.ndarray]:
+    """Yields what :func:`generate` writes as soon as it is chosen: a token of each row, int32 [B].
+
+    Args:
+      batch: what :func:`prompts` has returned; its rows divide over ``data`` x ``fsdp``.
+      mesh: where the parameters lie; None for one device.
+    """
+    form = _Form(decoder_of(config), batch.max_new_tokens)
+    on_mesh = contextlib.nullcontext if mesh is None else functools.partial(jax.set_mesh, mesh)
+    with on_mesh():
+        params = _gather(form, params)
+        now = _begin(form, params, batch)
+    for step in range(1, form.count + 1):
+        rows = now.rows
+        if step < form.count:  # The next is under way while this one is shown.
+            with on_mesh():
+                now = _go_on(form, params, batch, *now)
+        yield np.asarray(rows.chosen)
+        if rows.done.all():
+            return
 
 
 def beam_search(
@@ -122,7 +151,8 @@ def beam_search(
       config, params, prompt_tokens, max_new_tokens: as for :func:`generate`.
       beams: at most half of the vocabulary; 1 is the greedy choice.
       length_penalty: above 0 favours longer rows.
-      **given: prompt_lengths, eod and, of log probabilities, repetition_penalty, as there.
+      **given: prompt_lengths, eod, min_tokens and, of log probabilities, repetition_penalty and its
+        window, as there.
 
     Returns:
       int32 [B, max_new_tokens], filled with ``eod``, and the scores [B].
@@ -185,6 +215,10 @@ def prompts(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     chosen = make_sampling(config.vocab_size, **{"eod": decoder_of(config).eod} | sampling)
+    if chosen.min_tokens is not None and chosen.min_tokens > max_new_tokens:
+        raise ValueError(
+            f"min_tokens={chosen.min_tokens} must be at most the max_new_tokens={max_new_tokens}"
+        )
     if rng is None and chosen.temperature is not None:
         raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")
     P, total = tokens_BP.shape[1], int(lengths_B.max()) + max_new_tokens
@@ -227,44 +261,64 @@ class _Form(NamedTuple):
     length_penalty: float = 1.0
 
 
+class _Now(NamedTuple):
+    """What is between two tokens: the number of the next, rows, and the cache of those before."""
+
+    step: jax.Array
+    rows: Draws | Beams
+    cache: Cache
+
+
 def _written(form: _Form, state: Any, batch: Prompts) -> Draws | Beams:
     """Reads the prompts; then chooses a token of each row and reads it, until all have ended."""
-    decoder, count, N, length_penalty = form
-    if batch.max_new_tokens not in (None, count):
+    if batch.max_new_tokens not in (None, form.count):
         raise ValueError(
-            f"a step that writes {count} new tokens has prompts for {batch.max_new_tokens}: give "
-            "both the same max_new_tokens"
+            f"a step that writes {form.count} new tokens has prompts for {batch.max_new_tokens}: "
+            "give both the same max_new_tokens"
         )
-    # What is outside of the stacks of layers is gathered once: each new token reads it.
-    stacks = {name: state.params[name] for name in decoder.stacks}
-    rest = {name: x for name, x in state.params.items() if name not in stacks}
-    params = gather(rest) | stacks
-    logits_BV, cache = decoder.prefill(params, batch.tokens, batch.lengths, room=count)
-    tokens_BT, lengths_B = decoder.rows(batch.tokens, batch.lengths)
-    # Beyond a row's end there is no token, and nothing to be set.
-    is_own = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
-    own_BT = jnp.where(is_own, tokens_BT, logits_BV.shape[1])
-    seen_BV = mark(jnp.zeros(logits_BV.shape, bool), own_BT)
-    if N is None:
-        now = Draws.begin(batch.sampling, count, seen_BV)
-        choose = functools.partial(draw, batch.sampling, batch.rng)
+    params = _gathered(form, state.params)
+    now = _first(form, params, batch)
+    more = lambda now: (now.step < form.count) & now.rows.running  # noqa: E731
+    return jax.lax.while_loop(more, lambda now: _next(form, params, batch, *now), now).rows
+
+
+def _gathered(form: _Form, params: Any) -> Any:
+    """The parameters with those whole that are outside of the stacks of layers: every new token
+    reads them."""
+    stacks = {name: params[name] for name in form.decoder.stacks}
+    return gather({name: x for name, x in params.items() if name not in stacks}) | stacks
+
+
+def _first(form: _Form, params: Any, batch: Prompts) -> _Now:
+    """Reads the prompts, and chooses the first token of each row."""
+    logits_BV, cache = form.decoder.prefill(params, batch.tokens, batch.lengths, room=form.count)
+    if (N := form.beams) is None:
+        rows = Draws.begin(batch.sampling, len(logits_BV), form.count)
     else:
-        now = Beams.begin(batch.sampling, count, seen_BV, N)
-        choose = functools.partial(search, batch.sampling, length_penalty)
-        logits_BV, lengths_B = (jnp.repeat(x, N, axis=0) for x in (logits_BV, lengths_B))
+        rows = Beams.begin(batch.sampling, len(logits_BV), form.count, N)
+        logits_BV = jnp.repeat(logits_BV, N, axis=0)
         cache = jax.tree.map(lambda x: pin_cache(jnp.repeat(x, N, axis=1)), cache)
+    return _Now(jnp.int32(1), _choice(form, batch)[1](0, logits_BV, rows), cache)
 
-    def advance(carry):
-        step, now, cache = carry
-        if now.parents is not None:
-            own = (take_rows(x, now.parents, axis=1) for x in (cache.k, cache.v))
-            cache = Cache(*map(pin_cache, own), cache.source)
-        start_B, one_B = lengths_B + step - 1, jnp.ones_like(lengths_B)
-        logits_BV, cache = decoder.extend(params, cache, now.chosen[:, None], start_B, one_B)
-        return step + 1, choose(step, logits_BV, now), cache
 
-    carry = (jnp.int32(1), choose(0, logits_BV, now), cache)
-    return jax.lax.while_loop(lambda c: (c[0] < count) & c[1].running, advance, carry)[1]
+def _next(form: _Form, params: Any, batch: Prompts, step: jax.Array, rows: Any, cache: Cache):
+    """Reads the last token of each row, and chooses the next one."""
+    own, choose = _choice(form, batch)
+    if rows.parents is not None:
+        kept = (take_rows(x, rows.parents, axis=1) for x in (cache.k, cache.v))
+        cache = Cache(*map(pin_cache, kept), cache.source)
+    start_B, one_B = own.lengths_B + step - 1, jnp.ones_like(own.lengths_B)
+    logits_BV, cache = form.decoder.extend(params, cache, rows.chosen[:, None], start_B, one_B)
+    return _Now(step + 1, choose(step, logits_BV, rows), cache)
+
+
+def _choice(form: _Form, batch: Prompts) -> tuple[Own, Callable]:
+    """What each row, or each beam, begins with; and ``choose(step, logits, rows) -> rows``."""
+    own = Own(*form.decoder.rows(batch.tokens, batch.lengths))
+    if form.beams is None:
+        return own, functools.partial(draw, batch.sampling, batch.rng, own)
+    own = Own(*(jnp.repeat(x, form.beams, axis=0) for x in own))
+    return own, functools.partial(search, batch.sampling, form.length_penalty, own)
 
 
 def _drawn(form: _Form, state: Any, batch: Prompts) -> jax.Array:
@@ -283,3 +337,6 @@ def _found(form: _Form, state: Any, batch: Prompts) -> tuple[jax.Array, jax.Arra
 
 _draw = jax.jit(_drawn, static_argnums=0)
 _search = jax.jit(_found, static_argnums=0)
+_gather = jax.jit(_gathered, static_argnums=0)
+_begin = jax.jit(_first, static_argnums=0)
+_go_on = jax.jit(_next, static_argnums=0, donate_argnames="cache")

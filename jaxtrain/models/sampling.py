@@ -1,9 +1,11 @@
 """Choosing tokens by their logits: penalties, temperature, truncations, and the draw.
 
-Shapes: B rows, T new tokens, V vocabulary.
+Shapes: B rows, P positions of what a row begins with, T new tokens, V vocabulary, E tokens that
+end a row.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,12 +24,18 @@ class Sampling:
     top_k: int | None
     top_p: float | None
     repetition_penalty: float | None
-    eod: int | None
+    repetition_window: int | None
+    min_tokens: int | None
+    ends: tuple[int, ...]  # Scalars: on a mesh, an array of a batch has its rows.
 
     @property
     def end(self) -> int:
-        """The token that ends a row, or a number that no token has."""
-        return -1 if self.eod is None else self.eod
+        """The token that a row is filled with behind its end, or a number that no token has."""
+        return self.ends[0] if self.ends else -1
+
+    def is_end(self, tokens: jax.Array) -> jax.Array:
+        """Whether each token ends its row."""
+        return is_any(tokens, jnp.array(self.ends, jnp.int32))
 
 
 def make_sampling(
@@ -37,7 +45,9 @@ def make_sampling(
     top_k: int | None = None,
     top_p: float | None = None,
     repetition_penalty: float = 1.0,
-    eod: int | None = None,
+    repetition_window: int | None = None,
+    min_tokens: int = 0,
+    eod: int | Sequence[int] | None = None,
 ) -> Sampling:
     """Makes options of the arguments of :func:`jaxtrain.models.generate.generate`.
 
@@ -55,29 +65,43 @@ def make_sampling(
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
     if not 0 < repetition_penalty < np.inf:
         raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0 and finite")
+    if repetition_window is not None and repetition_window < 1:
+        raise ValueError(f"repetition_window={repetition_window} must be at least 1")
+    if min_tokens < 0:
+        raise ValueError(f"min_tokens={min_tokens} must be at least 0")
+    ends = () if eod is None else tuple(np.atleast_1d(np.asarray(eod, np.int32)))
+    penalised = repetition_penalty != 1.0
     return Sampling(
         temperature=temperature if temperature > 0 else None,
         top_k=None if top_k is None else np.int32(top_k),
         top_p=top_p,
-        repetition_penalty=None if repetition_penalty == 1.0 else repetition_penalty,
-        eod=None if eod is None else np.int32(eod),
+        repetition_penalty=repetition_penalty if penalised else None,
+        repetition_window=np.int32(repetition_window) if penalised and repetition_window else None,
+        min_tokens=np.int32(min_tokens) if min_tokens and ends else None,
+        ends=ends,
     )
+
+
+class Own(NamedTuple):
+    """What each row begins with: a prompt, or the start of a target."""
+
+    tokens_BP: jax.Array
+    lengths_B: jax.Array
 
 
 class Draws(NamedTuple):
     """The state of rows of which each new token is drawn, or the most probable one."""
 
     chosen: jax.Array | None  # [B], each row's last token
-    seen: jax.Array  # [B, V]
     done: jax.Array  # [B]
     tokens: jax.Array  # [B, T]
     parents = None  # Rows stay where they are.
 
     @classmethod
-    def begin(cls, sampling: Sampling, count: int, seen_BV: jax.Array) -> "Draws":
+    def begin(cls, sampling: Sampling, rows: int, count: int) -> "Draws":
         """Returns rows that are to have ``count`` tokens, before the first."""
-        B = len(seen_BV)
-        return cls(None, seen_BV, jnp.zeros(B, bool), jnp.full((B, count), sampling.end, jnp.int32))
+        tokens = jnp.full((rows, count), sampling.end, jnp.int32)
+        return cls(None, jnp.zeros(rows, bool), tokens)
 
     @property
     def running(self) -> jax.Array:
@@ -85,16 +109,21 @@ class Draws(NamedTuple):
 
 
 def draw(
-    sampling: Sampling, rng: jax.Array | None, step: jax.Array, logits_BV: jax.Array, now: Draws
+    sampling: Sampling,
+    rng: jax.Array | None,
+    own: Own,
+    step: jax.Array,
+    logits_BV: jax.Array,
+    now: Draws,
 ) -> Draws:
     """Chooses each row's token number ``step``; ``rng`` is not read at temperature 0."""
     rng = None if rng is None else jax.random.fold_in(rng, step)
-    chosen_B = _choose(rng, constrain(logits_BV, "batch", None), now.seen, sampling)
+    logits_BV = adjusted(sampling, own, now.tokens, step, constrain(logits_BV, "batch", None))
+    chosen_B = _choose(rng, logits_BV, sampling)
     chosen_B = constrain(jnp.where(now.done, sampling.end, chosen_B), "batch")
     return Draws(
         chosen=chosen_B,
-        seen=mark(now.seen, chosen_B[:, None]),
-        done=now.done | (chosen_B == sampling.end),
+        done=now.done | sampling.is_end(chosen_B),
         tokens=now.tokens.at[:, step].set(chosen_B),
     )
 
@@ -135,9 +164,7 @@ def draw_rows(
     return tokens_B, jax.nn.log_softmax(logits_BV)
 
 
-def _choose(rng, logits_BV, seen_BV, sampling: Sampling) -> jax.Array:
-    if sampling.repetition_penalty is not None:
-        logits_BV = penalise(logits_BV, seen_BV, sampling.repetition_penalty)
+def _choose(rng, logits_BV, sampling: Sampling) -> jax.Array:
     if sampling.temperature is None:
         return logits_BV.argmax(axis=-1).astype(jnp.int32)
     logits_BV = logits_BV / sampling.temperature
@@ -146,10 +173,54 @@ def _choose(rng, logits_BV, seen_BV, sampling: Sampling) -> jax.Array:
     return jax.random.categorical(rng, logits_BV).astype(jnp.int32)
 
 
-def mark(seen_BV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Sets what is seen of each row's own tokens; those beyond the vocabulary are none."""
+def adjusted(
+    sampling: Sampling, own: Own, new_BT: jax.Array, step: jax.Array, scores_BV: jax.Array
+) -> jax.Array:
+    """Penalises scores of tokens that have occurred in a row or in its window, of which ``step``
+    new tokens are written; and leaves out ends where the row is to be longer."""
+    if sampling.repetition_penalty is not None:
+        window = sampling.repetition_window
+        seen_BV = occurred(own, new_BT, step, window=window, vocab_size=scores_BV.shape[1])
+        scores_BV = penalise(scores_BV, seen_BV, sampling.repetition_penalty)
+    if sampling.min_tokens is not None:
+        scores_BV = withhold(scores_BV, jnp.array(sampling.ends), step < sampling.min_tokens)
+    return scores_BV
+
+
+def occurred(
+    own: Own, new_BT: jax.Array, step: jax.Array, *, window: jax.Array | None, vocab_size: int
+) -> jax.Array:
+    """Which tokens [B, V] a row has, or of its last ``window`` tokens, one number or [B, 1].
+
+    >>> own = Own(jnp.array([[0, 3, 9]]), jnp.array([2]))
+    >>> occurred(own, jnp.array([[1, 9]]), 1, window=2, vocab_size=4)
+    Array([[False,  True, False,  True]], dtype=bool)
+    """
+    (tokens_BP, lengths_B), (B, T) = own, new_BT.shape
+    P, lengths_B1 = tokens_BP.shape[1], lengths_B[:, None]
+    at_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
+    at = jnp.concatenate([at_BP, lengths_B1 + jnp.arange(T)], axis=1)
+    # What is padding, or not written yet, counts nowhere.
+    end = jnp.concatenate([at_BP < lengths_B1, jnp.arange(T) + jnp.zeros((B, 1), int) < step], 1)
+    counts = end if window is None else end & (at >= lengths_B1 + step - window)
+    tokens = jnp.where(counts, jnp.concatenate([tokens_BP, new_BT], axis=1), vocab_size)
     set_true = jax.vmap(lambda seen, tokens: seen.at[tokens].set(True, mode="drop"))
-    return set_true(constrain(seen_BV, "batch", None), tokens_BT)
+    return set_true(constrain(jnp.zeros((B, vocab_size), bool), "batch", None), tokens)
+
+
+def withhold(logits_BV: jax.Array, ends_E: jax.Array, early: jax.Array) -> jax.Array:
+    """Sets the logits of tokens that end a row to -inf where it is ``early``, of all or [B, 1].
+
+    >>> withhold(jnp.zeros((1, 3)), jnp.array([2, -1]), True)
+    Array([[  0.,   0., -inf]], dtype=float32)
+    """
+    is_end_V = is_any(jnp.arange(logits_BV.shape[-1]), ends_E)
+    return jnp.where(is_end_V & early, -jnp.inf, logits_BV)
+
+
+def is_any(tokens: jax.Array, ends_E: jax.Array) -> jax.Array:
+    """Whether each of some tokens is one of others."""
+    return (tokens[..., None] == ends_E).any(-1)
 
 
 def penalise(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Array:

@@ -49,10 +49,9 @@ _ELSEWHERE = {
     "mesh.tensor": "tp tensor-parallel tensor-parallel-size",
     "mesh.pipe": "pp pipeline-parallel pipeline-parallel-size",
     "mesh.data": "dp data-parallel data-parallel-size",
-    "tokens": "max-new-tokens max-tokens num-tokens",
+    "max-tokens": "max-new-tokens num-tokens",
     "samples": "num-samples num-return-sequences",
     "beams": "num-beams beam-size",
-    "run": "checkpoint-dir model-path ckpt",
 }
 
 # What calls a user's Config, build(config) and main: a ValueError of theirs refuses, as ours do.

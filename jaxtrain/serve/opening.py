@@ -1,4 +1,4 @@
-"""Opens a trained decoder, wherever it lies: what generation, evaluation and serving begin with."""
+"""Opens a trained model, wherever it lies: what generation, evaluation and serving begin with."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -10,49 +10,58 @@ from jaxtrain.data import SubwordTokenizer, Tokenizer
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import MeshShape
-from jaxtrain.models import decoder
-from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.run import trained
 from jaxtrain.sharding.mesh import make_mesh
-from jaxtrain.sharding.rules import param_shardings
+from jaxtrain.sharding.rules import as_rules, param_shardings
 
 
 class Opened(NamedTuple):
-    """A decoder, its parameters and tokenizer, and the local folder that it lies in."""
+    """A model, its parameters and tokenizer (None of images), and the local folder that it lies
+    in."""
 
-    model: DecoderConfig
+    model: trained.Model
     params: Any
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     folder: str
 
 
 def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
-    """Reads the decoder of a run, a Hugging Face folder, or a name on its hub.
+    """Reads a decoder, as :func:`open_model` does."""
+    return open_model(name, "decoder", mesh=mesh, step=step)
+
+
+def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> Opened:
+    """Reads the model of a run, a Hugging Face folder, or a name on its hub.
 
     Args:
       name: such as ``runs/gpt-1`` or ``ORG/NAME``.
+      forms: those that it may have, such as ``decoder``.
       mesh: what its parameters are placed on.
       step: which checkpoint of a run; left out, the best one.
 
     Raises:
-      ValueError: there is no such model, it is no decoder, or its tokenizer is another's.
+      ValueError: there is no such model, it has another form, or its tokenizer is another's.
     """
     folder, model, is_run = find_model(name)
-    if not isinstance(model, DecoderConfig):
-        raise ValueError(f"the model in '{folder}' is of the form {form_of(model)}: give a decoder")
+    if (form := form_of(model)) not in forms:
+        raise ValueError(
+            f"the model in '{folder}' is of the form {form}: give one of the form "
+            f"{' or '.join(forms)}"
+        )
     if is_run:
         model, params, tokenizer = trained.load(folder, step, mesh=mesh)
     else:
-        params = hf.open_weights(folder)
-        params = hf.load(params, param_shardings(params, mesh, decoder.RULES))
-        tokenizer = SubwordTokenizer.load(folder)
-    if tokenizer.vocab_size > model.vocab_size:
+        params, rules = hf.open_weights(folder), as_rules(trained.FORMS[form][1].RULES)
+        params = hf.load(params, param_shardings(params, mesh, rules))
+        tokenizer = None if form == "vit" else SubwordTokenizer.load(folder)
+    if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens, and the model "
             f"{model.vocab_size}: give the folder the tokenizer that the model was trained with"
         )
-    # A pretrained model may have more tokens than its tokenizer, which has no text for those.
-    model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+    if form == "decoder":
+        # A pretrained model may have more tokens than its tokenizer, which has no text for those.
+        model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     return Opened(model, params, tokenizer, folder)
 
 

@@ -11,7 +11,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.gpt import generate
+from jaxtrain import cli
 from jaxtrain.data import (
     EOD,
     ByteTokenizer,
@@ -20,6 +20,7 @@ from jaxtrain.data import (
 from jaxtrain.data.chat import Conversation, encode_marked
 from jaxtrain.data.tokenizers import KINDS
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.serve import generate_command
 from jaxtrain.serve.opening import Opened
 
 TEXT = [
@@ -372,15 +373,12 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
         DecoderConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
     )
     opened = Opened(model, {}, ours, "x")
-    monkeypatch.setattr(generate, "open_decoder", lambda name, mesh, step: opened)
-    written = np.array([[2, 4, 1], [4, 2, 1]])
-    monkeypatch.setattr(generate.language, "write", lambda *_, **options: written)
-    flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--tokens", "3"]
-    generate.main(flags)
-    assert [line for line in capsys.readouterr().out.splitlines() if "-" not in line] == [
-        "ab a ab",
-        "ab ab a",
-    ]
+    monkeypatch.setattr(generate_command, "open_model", lambda *forms, mesh, step: opened)
+    monkeypatch.setattr(generate_command, "stream", lambda *_, **on: iter([[2, 4], [4, 2], [1, 1]]))
+    flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--max-tokens", "3"]
+    assert cli.main(["generate", *flags]) == 0
+    texts = [line for line in capsys.readouterr().out.splitlines() if "-" not in line]
+    assert texts == [" ab", "b a"]
 
 
 def test_a_kind_that_is_none():

@@ -16,7 +16,6 @@ from experiments.gpt import (
     Config,
     build,
     conclude,
-    generate,
     outline,
 )
 from experiments.language import model_config
@@ -55,22 +54,23 @@ def test_generating_continues_the_prompt_with_the_best_checkpoint(texts, tmp_pat
     run = tmp_path / "run"
     main(Config, build, [*SMALL, "--data", texts, "--run-dir", str(run), "--sample-tokens", "0"])
     capsys.readouterr()
-    flags = ["--run", str(run), "--prompt", "sta", "--tokens", "5", "--temperature", "0"]
-    generate.main(flags)
+    flags = ["--run", str(run), "--prompt", "sta", "--max-tokens", "5", "--temperature", "0"]
+    flags = ["generate", *flags]
+    cli.main(flags)
     first = capsys.readouterr().out
-    assert first.startswith("sta")
-    generate.main([*flags, "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2"])
+    assert 1 < len(first) <= 6  # of bytes, and the end of the line
+    cli.main([*flags, "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2"])
     assert capsys.readouterr().out == first
-    generate.main([*flags, "--beams", "2"])
-    assert capsys.readouterr().out.startswith("sta")
+    cli.main([*flags, "--beams", "2"])
+    assert capsys.readouterr().err.startswith("5 tokens written")
     for wrong, message in (
         (["--mesh.pipe", "2"], "--mesh.pipe 2 is for training"),
         (["--samples", "0"], "--samples is 0: give at least 1"),
-        (["--tokens", "0"], "--tokens is 0: give at least 1"),
+        (["--max-tokens", "0"], "--max-tokens is 0: give at least 1"),
         (["--beams", "2", "--top-k", "3"], "--top-k 3 is for texts that are drawn, and --beams 2 "),
     ):
         with pytest.raises(SystemExit):
-            generate.main([*flags, *wrong])
+            cli.main([*flags, *wrong])
         assert message in capsys.readouterr().err
 
 
@@ -404,8 +404,8 @@ def test_preferences_refine_what_a_run_begins_with(tmp_path, capsys):
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)  # the model is its own reference
     assert losses[-1] < losses[0]
     assert not [name for line in log for name in line if "perplexity" in name]
-    generate.main(["--run", str(run), "--prompt", "7?", "--tokens", "3"])
-    assert capsys.readouterr().out.startswith("7?")
+    cli.main(["generate", "--run", str(run), "--prompt", "7?", "--max-tokens", "3"])
+    assert "tokens written" in capsys.readouterr().err
     scored = tmp_path / "scored"
     more = [*more[:-1], "--preference.loss", "reward", "--steps", "20", "--eval-every", "20"]
     main(Config, build, [*flags, *begin, *more, "--run-dir", str(scored)])

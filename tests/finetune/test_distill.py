@@ -14,7 +14,6 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt
-from experiments.gpt import generate
 from jaxtrain import cli, data, hf
 from jaxtrain.build import build_step, make_experiment_mesh, make_state
 from jaxtrain.compare.parity import worst
@@ -267,7 +266,8 @@ def test_a_run_learns_from_another_and_leaves_it_out_of_what_it_keeps(texts, tmp
         pytest.raises(ValueError, match="teacher"),
     ):
         kept.restore_params(wanted, 4)
-    generate.main(["--run", f"{tmp_path}/student", "--prompt", "loss", "--tokens", "3"])
+    asked = ["--run", f"{tmp_path}/student", "--prompt", "loss", "--max-tokens", "3"]
+    assert cli.main(["generate", *asked]) == 0
     out = str(tmp_path / "hf")
     assert cli.main(["hf", "export", "--run", f"{tmp_path}/student", "--out", out]) == 0
     exported = hf.load(hf.open_weights(out))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import language
-from experiments.gpt import Config, build, generate, outline, prompt_of, sample
+from experiments.gpt import Config, build, outline, prompt_of, sample
 from experiments.language import open_source, tokenizer_name
 from jaxtrain import data, hf
 from jaxtrain.build import make_experiment_mesh, make_state
@@ -184,15 +184,17 @@ def test_conversations_are_tuned_sampled_and_answered(chat_folder, tmp_path, cap
     flags = ["--init-from", str(chat_folder), "--data", store, "--steps", "2", "--run-dir", path]
     main(Config, build, [*flags, "--global-batch", "8", "--seq-len", "128"])
     assert re.search(r"a sample it wrote:\n\n<.im_start.>user\n\d", capsys.readouterr().out)
-    for each, begin in ((path, "<|im_start|>user\n3 ?<|im_end|>"), (chat_folder, "<user> 3 ?")):
-        generate.main(["--run", str(each), "--prompt", "3 ?", "--chat", "--tokens", "3"])
-        assert capsys.readouterr().out.startswith(begin)
+    asked = ["--prompt", "3 ?", "--chat", "--max-tokens", "3"]
+    for each in (path, chat_folder):
+        status, answer, speed = run(capsys, "generate", "--run", str(each), *asked)
+        assert (status, bool(answer)) == (0, True)
+        assert re.match("[123] tokens written", speed)
     # Trained on rows of 128, it has more positions than the 16 that it came with.
     assert run(capsys, "hf", "export", "--run", path, "--out", str(tmp_path / "out"))[0] == 0
     assert hf.read_config(tmp_path / "out").seq_len == 128
-    with pytest.raises(SystemExit, match="2"):
-        generate.main(["--run", str(tmp_path)])
-    assert "is neither a run nor a Hugging Face folder" in capsys.readouterr().err
+    status, _, err = run(capsys, "generate", "--run", str(tmp_path))
+    assert status == 2
+    assert "is neither a run nor a Hugging Face folder" in err
 
 
 def test_conversations_without_a_template_are_told_of_the_flag_and_who_takes_it(tmp_path):

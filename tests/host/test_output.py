@@ -9,7 +9,6 @@ import sys
 import pytest
 
 import jaxtrain as jt
-from experiments.gpt import generate
 from jaxtrain import cli
 from jaxtrain.host import output, signals
 from jaxtrain.run.observe import journal
@@ -113,9 +112,8 @@ def test_a_signal_is_heeded_though_nobody_reads_what_is_said_of_it():
         os.close(write)
 
 
-@pytest.mark.parametrize("main", [cli.main, generate.main])
-def test_a_command_whose_output_nobody_reads_ends_without_a_word(unread, capfd, main):
+def test_a_command_whose_output_nobody_reads_ends_without_a_word(unread, capfd):
     unread("stdout", os.pipe)
     with pytest.raises(SystemExit, match="141"):
-        main(["--help"])
+        cli.main(["--help"])
     assert capfd.readouterr().err == ""

@@ -18,8 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from experiments import gpt
-from experiments.gpt import generate
-from jaxtrain import build
+from jaxtrain import build, cli
 from jaxtrain.run.checkpoints import manifest
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import find_run_dir
@@ -298,7 +297,8 @@ def run(texts, tmp_path_factory):
 
 
 def generate_from(run: pathlib.Path, *flags: str) -> str | None:
-    return outcome(generate.main, ["--run", str(run), "--tokens", "1", *flags])
+    asked = ["generate", "--run", str(run), "--prompt", "", "--max-tokens", "1", *flags]
+    return outcome(cli.main, asked)
 
 
 @settings(fuzz, max_examples=30)
@@ -358,7 +358,7 @@ def test_a_refusal_never_touches_an_existing_run(texts, run, tmp_path):
     "command",
     [
         ["experiments.gpt", "--data", "/nowhere"],
-        ["experiments.gpt.generate", "--run", "/nowhere"],
+        ["jaxtrain", "generate", "--run", "/nowhere"],
         ["jaxtrain", "schedule", "--stages", "0", "--microbatches", "1"],
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt
-from experiments.gpt import generate
 from jaxtrain.run import refusal
 from jaxtrain.run.main import load_config, main
+from jaxtrain.serve.generate_command import GenerateOptions
 from tests.workers import poisoned
 
 
@@ -108,7 +108,7 @@ def load_of_flags(*flags):
 
 
 def test_every_flag_that_is_named_so_is_one_and_a_flag_of_ones_own_stays():
-    configs = (gpt.Config, generate.Config)
+    configs = (gpt.Config, GenerateOptions)
     flags = {flag for config in configs for *_, flag in refusal._all_flags(config)}
     aliases = [word for words in refusal._ELSEWHERE.values() for word in words.split()]
     assert set(refusal._ELSEWHERE) - flags <= {"epochs"}

@@ -1,0 +1,80 @@
+"""``jaxtrain predict``: what a trained model says of each row of a file."""
+
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from typing import Annotated
+
+import tyro
+
+from jaxtrain.host import quiet
+from jaxtrain.host.least import check_least
+from jaxtrain.host.paths import as_path
+from jaxtrain.layout import MeshShape
+from jaxtrain.predict.heads import Model, head_of, predictions
+from jaxtrain.run.main import simulate_devices
+from jaxtrain.serve.opening import mesh_for, open_model
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictOptions:
+    """Predicts with a trained model: classes of texts or images, tags of words, answers to
+    questions, or the text that an encoder-decoder writes. Each row gives one line of JSON, in the
+    order of the rows.
+    """
+
+    model: Annotated[str, tyro.conf.arg(aliases=["--run"])]
+    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
+    data: str
+    """Rows (JSONL, CSV, TSV, Parquet) with the fields that training reads: text and perhaps
+    text_pair; tokens; question and context; source; or image, a path from the folder of the file.
+    Or an .npz of images."""
+    out: str | None = None
+    """File to write; left out, standard output."""
+    step: int | None = None
+    """Which checkpoint of a run; left out, the best one."""
+    field: str = "text"
+    """The field of a text to classify."""
+    seq_len: int | None = None
+    """Most tokens of a row; left out, the model's."""
+    stride: int = 128
+    """Tokens of a long context that two neighbouring rows of a question share."""
+    unanswerable: bool = False
+    """A question may have no answer: its text is empty where that is more probable."""
+    max_tokens: int | None = None
+    """Most tokens of a text that is written; left out, the model's."""
+    beams: int = 1
+    """Texts that are followed at a time; 1 always takes the most probable token."""
+    rows: int = 16
+    """Rows of a batch."""
+    mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
+    simulate_devices: int = 0
+    """Predict on this many simulated CPU devices; 0 on the real ones."""
+
+
+def run_predict(options: PredictOptions, rest: list[str]) -> int:
+    """Writes a line for each row."""
+    del rest
+    check_least(options, seq_len=8, stride=0, max_tokens=1, beams=1, rows=1)
+    if options.simulate_devices:
+        simulate_devices(options.simulate_devices)
+    quiet.start()
+    mesh = mesh_for(options.mesh)
+    forms = "encoder", "encoder-decoder", "vit"
+    opened = open_model(options.model, *forms, mesh=mesh, step=options.step)
+    names = {field.name for field in dataclasses.fields(Model)} - {"mesh"}
+    given = {name: value for name, value in vars(options).items() if name in names}
+    model = Model(opened, mesh, **given)
+    head_of(model)  # refuses one that predicts nothing, before there is a file
+    start, count = time.monotonic(), 0
+    with contextlib.ExitStack() as stack:
+        out = sys.stdout
+        if options.out is not None:
+            out = stack.enter_context(as_path(options.out).open("w"))
+        for count, found in enumerate(predictions(model, options.data), 1):  # noqa: B007
+            out.write(json.dumps(found, ensure_ascii=False) + "\n")
+    seconds = time.monotonic() - start
+    print(f"{count} rows in {seconds:.1f} s, with compiling", file=sys.stderr)
+    return 0

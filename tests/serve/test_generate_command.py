@@ -1,0 +1,159 @@
+"""The command that generates, against transformers on the same folder, and against itself."""
+
+import io
+
+import jax
+import pytest
+
+from jaxtrain import hf
+from jaxtrain.data import SubwordTokenizer
+from jaxtrain.models import decoder, encoder, encoder_decoder
+from jaxtrain.serve import generate_command
+from tests.commands import refused, run
+from tests.hf import models
+
+SIZES = {"layers": 2, "width": 32, "heads": 4}
+PROMPT = "the theme of it"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    pytest.importorskip("tokenizers")
+    return SubwordTokenizer.train([b"the theme of the thesis is the theme"], 280)
+
+
+@pytest.fixture(scope="module")
+def folder_of(tokenizer, tmp_path_factory):
+    size = tokenizer.vocab_size
+    t5 = {"source_len": 64, "target_len": 64, "mlp": "geglu", "tied": False}
+    forms = {
+        "gpt": (decoder, decoder.DecoderConfig(vocab_size=size, seq_len=96, **SIZES)),
+        "t5": (encoder_decoder, encoder_decoder.T5Config(vocab_size=size, **t5, **SIZES)),
+        "bert": (encoder, encoder.EncoderConfig(vocab_size=size, seq_len=32, **SIZES)),
+    }
+
+    def make(name):
+        module, config = forms[name]
+        folder = tmp_path_factory.getbasetemp() / f"generated-{name}"
+        if not folder.exists():
+            # Larger than at the start, so that the most probable token is no tie.
+            params = jax.tree.map(lambda x: 3 * x, module.init(config, jax.random.key(0)))
+            files = {"tokenizer.json": tokenizer.to_json()}
+            fields = {"eos_token_id": tokenizer.eod}
+            hf.save(folder, config, params, files=files, fields=fields)
+        return str(folder)
+
+    return make
+
+
+GREEDY = ["--temperature", "0", "--max-tokens", "12", "--repetition-penalty", "1.4"]
+
+
+def generated(capsys, folder, *flags):
+    status, out, err = run(capsys, "generate", "--model", folder, *GREEDY, *flags)
+    assert status == 0, err
+    return out, err
+
+
+def theirs(folder, tokenizer, prompt, is_decoder, **given):
+    """The text that transformers generates of a folder."""
+    import torch
+
+    library = models.transformers()
+    kind = "AutoModelForCausalLM" if is_decoder else "T5ForConditionalGeneration"
+    model = getattr(library, kind).from_pretrained(folder, dtype=torch.float32).eval()
+    ids = tokenizer.encode(prompt).tolist()
+    ids = [tokenizer.eod, *ids] if is_decoder else [*ids, tokenizer.eod]
+    found = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=int),
+        max_new_tokens=12,
+        do_sample=False,
+        repetition_penalty=1.4,
+        pad_token_id=tokenizer.eod,
+        eos_token_id=tokenizer.eod,
+        **given,
+    )[0]
+    return tokenizer.decode(found[len(ids) if is_decoder else 1 :].numpy())
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("gpt", ["--mesh.fsdp", "2", "--mesh.tensor", "2"]),
+        pytest.param("t5", ["--mesh.tensor", "2"], marks=pytest.mark.slow),
+        *(pytest.param(name, [], marks=pytest.mark.slow) for name in ("gpt", "t5")),
+    ],
+)
+def test_text_is_what_transformers_generates(name, mesh, folder_of, tokenizer, capsys, monkeypatch):
+    folder, shown, whole = folder_of(name), [], generate_command.stream
+
+    def watched(*args, **given):
+        for tokens in whole(*args, **given):
+            yield tokens
+            shown.append(capsys.readouterr().out)  # before the next is chosen
+
+    monkeypatch.setattr(generate_command, "stream", watched)
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + "\n"))
+    end, err = generated(capsys, folder, *mesh)
+    assert "".join(shown) + end == theirs(folder, tokenizer, PROMPT, name == "gpt") + "\n"
+    assert sum(map(bool, shown)) > 5
+    assert "12 tokens written" in err
+
+
+def test_a_text_ends_at_what_stops_it_and_draws_follow_the_seed(folder_of, capsys):
+    folder = folder_of("gpt")
+    text, _ = generated(capsys, folder, "--prompt", PROMPT)
+    stop = text[4:6]
+    cut, _ = generated(capsys, folder, "--prompt", PROMPT, "--stop", "nowhere", stop)
+    assert cut == text[: text.index(stop)] + "\n"
+    drawn = ["--prompt", PROMPT, "--temperature", "3", "--seed"]
+    texts = [generated(capsys, folder, *drawn, seed)[0] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+    several = [*drawn, "1", "--samples", "3"]
+    first, *others = generated(capsys, folder, *several)[0].split("-" * 40 + "\n")
+    assert first == texts[0]
+    assert len({first, *others}) == 3
+    few = ["--prompt", "x" * 90, "--temperature", "0"]  # 91 of 96 positions
+    status, _, err = run(capsys, "generate", "--run", folder, *few)
+    assert status == 0
+    assert err.startswith("5 tokens written")
+
+
+@pytest.mark.slow
+def test_beams_find_what_transformers_finds(folder_of, tokenizer, capsys):
+    folder = folder_of("t5")
+    found, _ = generated(capsys, folder, "--prompt", PROMPT, "--beams", "3")
+    assert found == theirs(folder, tokenizer, PROMPT, False, num_beams=3) + "\n"
+    assert found != generated(capsys, folder, "--prompt", PROMPT)[0]
+
+
+def test_a_chat_answers_each_line_after_all_before_it(folder_of, capsys, monkeypatch):
+    chat = [folder_of("gpt"), "--chat", "--chat-template", "plain", "--max-tokens", "6"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("the thesis\n\nof it\n"))
+    both, err = generated(capsys, *chat, "--system", "the ")
+    first, _ = generated(capsys, *chat, "--prompt", "the the thesis")
+    assert both.startswith(first)
+    before = f"the the thesis{first[:-1]}of it"
+    second, _ = generated(capsys, folder_of("gpt"), "--max-tokens", "6", "--prompt", before)
+    assert both == first + second
+    assert "12 tokens written" in err
+
+
+def test_what_cannot_generate_is_refused(folder_of, capsys):
+    assert "of the form encoder: give one of the form decoder or encoder-decoder" in refused(
+        capsys, "generate", "--model", folder_of("bert"), "--prompt", ""
+    )
+    asked = ["generate", "--run", folder_of("gpt"), "--prompt", "x"]
+    assert "no chat template" in refused(capsys, *asked, "--chat")
+    assert "--system is given without --chat" in refused(capsys, *asked, "--system", "x")
+    assert "--max-tokens is 0" in refused(capsys, *asked, "--max-tokens", "0")
+    assert "--temperature 3.0 is for texts that are drawn" in refused(
+        capsys, *asked, "--beams", "2", "--temperature", "3"
+    )
+    assert "--samples is 2, and --chat" in refused(capsys, *asked, "--chat", "--samples", "2")
+    assert "the same is --max-tokens here" in refused(capsys, *asked, "--max-new-tokens", "2")
+    assert "96 learned positions" in refused(capsys, *asked, "--max-tokens", "96")
+    assert "min_tokens=9 must be" in refused(
+        capsys, *asked, "--max-tokens", "8", "--min-tokens", "9"
+    )
