@@ -18,10 +18,11 @@ from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
 from jaxtrain.run import trained
 from jaxtrain.run.main import simulate_devices
+from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.opening import open_decoder
-from jaxtrain.serve.server import Limits, make_app
+from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
 KEY = "JAXTRAIN_API_KEY"

@@ -6,160 +6,19 @@ free again with the next step.
 """
 
 import asyncio
-import collections
-import concurrent.futures
 import contextlib
 import hmac
 import json
-import logging
 import os
-import queue
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator
+from typing import Any
 
 from jaxtrain.host import extras
-from jaxtrain.serve.api import Asked, Reader, Text, Told, Writer
-from jaxtrain.serve.engine import Engine, Event, Request
-
-log = logging.getLogger(__name__)
-# Seconds to the first token, for /metrics.
-BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-
-
-class Limits(NamedTuple):
-    """What a server takes: bytes of a body, requests at once, and seconds of a request."""
-
-    body: int = 1 << 20
-    requests: int = 256
-    seconds: float = 600.0
-
-
-DEFAULT_LIMITS = Limits()
-
-
-Sink = Callable[[list[Event] | None], None]
-FAILED = "the engine has failed: start the server again"
-
-
-class Worker(threading.Thread):
-    """The thread that owns an engine. A request's events go to its sink; where the engine has
-    failed, None does."""
-
-    def __init__(self, engine: Engine):
-        super().__init__(name="jaxtrain-engine", daemon=True)
-        self.engine = engine
-        self.failed: str | None = None
-        self.steps = self.written = 0
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sinks: dict[int, Sink] = {}
-        self._starting: set[Sink] = set()
-        self._calls: set[concurrent.futures.Future] = set()
-        self._lock, self._ended = threading.Lock(), False
-
-    @property
-    def is_well(self) -> bool:
-        """Whether it works, and has not failed."""
-        return self.failed is None and self.is_alive()
-
-    def run(self) -> None:
-        try:
-            while self._work():
-                pass
-        except Exception as error:  # Whatever it is, those who wait are told.
-            log.exception("the engine has failed")
-            self.failed = f"{type(error).__name__}: {error}"
-        with self._lock:
-            self._ended = True
-            waiting, calls = [*self._starting, *self._sinks.values()], [*self._calls]
-        for sink in waiting:
-            sink(None)
-        for call in calls:
-            if call.set_running_or_notify_cancel():
-                call.set_exception(RuntimeError(FAILED))
-
-    def _work(self) -> bool:
-        """Does what is asked, then a step; waits where there is nothing to do."""
-        wait = not self.engine.is_busy
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (asked := self._inbox.get(block=wait)) is None:
-                    return False
-                asked()
-                wait = False
-        events: dict[int, list[Event]] = collections.defaultdict(list)
-        if self.engine.is_busy:
-            self.steps += 1
-            for event in self.engine.step():
-                events[event.number].append(event)
-        for number, those in events.items():
-            self.written += len(those)
-            if (sink := self._sinks.get(number)) is not None:
-                sink(those)
-            if those[-1].reason:
-                self._sinks.pop(number, None)
-        return True
-
-    def close(self) -> None:
-        """Ends the thread after what it is doing."""
-        self._inbox.put(None)
-
-    def call(self, asked: Callable[[], Any]) -> concurrent.futures.Future:
-        """Has the thread call a function between two steps, unless what this returns has been
-        cancelled before."""
-        future: concurrent.futures.Future = concurrent.futures.Future()
-
-        def run() -> None:
-            self._calls.discard(future)
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(asked())
-                except Exception as error:
-                    future.set_exception(error)
-
-        with self._lock:
-            if self._ended:
-                future.set_exception(RuntimeError(FAILED))
-            else:
-                self._calls.add(future)
-                self._inbox.put(run)
-        return future
-
-    def submit(self, request: Request, sink: Sink) -> Callable[[], None]:
-        """Submits a request; returns what cancels it."""
-        numbers: list[int] = []
-
-        def start() -> None:
-            numbers.append(self.engine.submit(request))
-            self._sinks[numbers[0]] = sink
-            self._starting.discard(sink)
-
-        def end() -> None:
-            if numbers and self._sinks.pop(numbers[0], None) is not None:
-                self.engine.cancel(numbers[0])
-
-        with self._lock:
-            if self._ended:
-                sink(None)
-            else:
-                self._starting.add(sink)
-                self._inbox.put(start)
-        return lambda: self._inbox.put(end)
-
-
-class _Numbers:
-    """What /metrics tells."""
-
-    def __init__(self) -> None:
-        self.answers: collections.Counter[int] = collections.Counter()
-        self.read = self.live = 0
-        self.first: collections.Counter[float] = collections.Counter()
-        self.first_sum, self.first_count = 0.0, 0
-
-    def first_token(self, seconds: float) -> None:
-        self.first_sum, self.first_count = self.first_sum + seconds, self.first_count + 1
-        self.first.update(limit for limit in BUCKETS if seconds <= limit)
+from jaxtrain.serve.answer import BUCKETS, DEFAULT_LIMITS, Answer, Limits, Numbers
+from jaxtrain.serve.api import Reader
+from jaxtrain.serve.engine import Engine
+from jaxtrain.serve.worker import FAILED, Worker
 
 
 def make_app(
@@ -185,7 +44,7 @@ def make_app(
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    worker, numbers, started = Worker(engine), _Numbers(), int(time.time())
+    worker, numbers, started = Worker(engine), Numbers(), int(time.time())
     worker.start()
 
     def refused(status: int, sentence: str) -> Response:
@@ -243,7 +102,7 @@ def make_app(
             return refused(400, str(error))
         finally:
             numbers.live -= 1
-        own = _Answer(worker, reader, asked, numbers, model, limits)
+        own = Answer(worker, reader, asked, numbers, model, limits)
         if asked.stream:
             numbers.answers[200] += 1
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -318,146 +177,6 @@ def make_app(
     return app
 
 
-class _Answer:
-    """One request while it is answered."""
-
-    def __init__(self, worker, reader: Reader, asked: Asked, numbers: _Numbers, model, limits):
-        self._worker, self._asked, self._numbers, self._limits = worker, asked, numbers, limits
-        self._writer = Writer(asked, reader.tokenizer, model)
-        self._reader, self._begun, self._first = reader, time.monotonic(), None
-        self._written, self._cancels = 0, {}
-        self._echo: tuple[Sequence[int], list[Told]] | None = None
-        self._queue: asyncio.Queue[tuple[int, list[Event] | None]] = asyncio.Queue()
-
-    @contextlib.contextmanager
-    def _submitted(self):
-        """The requests of all choices, which end with this, whatever happens."""
-        loop, asked = asyncio.get_running_loop(), self._asked
-
-        def sink_of(index: int) -> Callable[[list[Event] | None], None]:
-            def sink(events: list[Event] | None) -> None:
-                with contextlib.suppress(RuntimeError):  # The loop has ended.
-                    loop.call_soon_threadsafe(self._queue.put_nowait, (index, events))
-
-            return sink
-
-        self._numbers.live += 1
-        self._cancels = {
-            index: self._worker.submit(request, sink_of(index))
-            for index, request in enumerate(asked.requests)
-            if request.max_tokens
-        }
-        try:
-            yield
-        finally:
-            for cancel in self._cancels.values():
-                cancel()
-            self._numbers.live -= 1
-            read = asked.read
-            self._numbers.read += read
-            first = f"{self._first:.3f} s" if self._first is not None else "none"
-            log.info(
-                "%s: %d choices, %d tokens read, %d written, first after %s, all %.3f s",
-                "chat" if asked.chat else "completion",
-                len(asked.requests),
-                read,
-                self._written,
-                first,
-                time.monotonic() - self._begun,
-            )
-
-    @property
-    def _left(self) -> float:
-        """Seconds until the limit."""
-        return self._begun + self._limits.seconds - time.monotonic()
-
-    async def _events(self) -> AsyncIterator[tuple[int, str, list[Told], str | None]]:
-        """Yields, of one choice after another as they are written, the new text and tokens, and why
-        the choice has ended."""
-        asked = self._asked
-        texts = {i: Text(asked.stops) for i, each in enumerate(asked.requests) if each.max_tokens}
-        while texts:
-            index, events = await asyncio.wait_for(self._queue.get(), self._left)
-            if events is None:
-                raise RuntimeError(FAILED)
-            if (text := texts.get(index)) is None:
-                continue  # It has ended at a text, and more was on its way.
-            if self._first is None:
-                self._first = time.monotonic() - self._begun
-                self._numbers.first_token(self._first)
-            new, told, reason = "", [], None
-            for event in events:
-                self._written += 1
-                piece = text.add(self._writer.piece(event), last=event.reason is not None)
-                told.append(Told(piece, event.token, event.logprob, event.top))
-                new, reason = new + piece, "stop" if text.stopped else event.reason
-                if reason:
-                    break
-            if reason:
-                self._cancels[index]()
-                del texts[index]
-            yield index, new, told, reason
-
-    async def whole(self) -> dict[str, Any]:
-        asked = self._asked
-        choices: list[list[Any]] = [["", [], "length"] for _ in asked.requests]
-        with self._submitted():
-            async for index, new, told, reason in self._events():
-                choice = choices[index]
-                choice[0] += new
-                choice[1] += told
-                choice[2] = reason or choice[2]
-            for choice, request in zip(choices, asked.requests, strict=True):
-                if asked.echo:
-                    before = await self._echoed(request)
-                    choice[0] = "".join(x.text for x in before) + choice[0]
-                    choice[1] = before + choice[1]
-        return self._writer.whole([tuple(choice) for choice in choices], self._written)
-
-    async def _echoed(self, request: Request) -> list[Told]:
-        """A prompt's own tokens, with log-probabilities where they are asked for; once for all
-        choices of the prompt."""
-        prompt, top = request.prompt, request.top_logprobs
-        if self._echo is not None and self._echo[0] is prompt:
-            return self._echo[1]
-        pieces = self._reader.tokenizer.token_pieces(prompt)
-        text = Text(())
-        texts = [text.add(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
-        scores: list[tuple[float | None, tuple]] = [(None, ())] * len(prompt)
-        if self._asked.logprobs:
-            call = self._worker.call(lambda: self._worker.engine.score(prompt, top))
-            try:
-                found = await asyncio.wait_for(asyncio.wrap_future(call), self._left)
-            except ValueError as error:
-                raise RuntimeError(str(error)) from None
-            scores = [(None, ()), *found]
-        told = [Told(t, x, *s) for t, x, s in zip(texts, prompt, scores, strict=True)]
-        self._echo = prompt, told
-        return told
-
-    async def stream(self) -> AsyncIterator[str]:
-        asked, writer = self._asked, self._writer
-        try:
-            with self._submitted():
-                for index, request in enumerate(asked.requests):
-                    if asked.chat:
-                        yield _line(writer.begin(index))
-                    if asked.echo:
-                        before = await self._echoed(request)
-                        text = "".join(x.text for x in before)
-                        reason = None if request.max_tokens else "length"
-                        yield _line(writer.part(index, text, before, reason))
-                async for index, new, told, reason in self._events():
-                    if new or reason or asked.logprobs:
-                        yield _line(writer.part(index, new, told, reason))
-                if asked.usage:
-                    yield _line(writer.end(self._written))
-                yield "data: [DONE]\n\n"
-        except (TimeoutError, RuntimeError) as error:
-            said = str(error) or f"the answer took more than {self._limits.seconds:g} seconds"
-            yield _line({"error": {"message": said, "type": "server_error"}})
-
-
 def _parsed(raw: bytes) -> Any:
     try:
         body = json.loads(raw)
@@ -468,17 +187,13 @@ def _parsed(raw: bytes) -> Any:
         raise ValueError(f"the body is no JSON ({error})") from None
 
 
-def _line(event: dict[str, Any]) -> str:
-    return f"data: {json.dumps(event)}\n\n"
-
-
 async def _gone(request: Any) -> None:
     """Returns when the client has gone away."""
     while not await request.is_disconnected():
         await asyncio.sleep(0.1)
 
 
-def _metrics(worker: Worker, numbers: _Numbers) -> str:
+def _metrics(worker: Worker, numbers: Numbers) -> str:
     engine = worker.engine
     lines = []
 

@@ -14,9 +14,10 @@ from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.chat import TEMPLATES, ChatTemplate
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.server import Limits, make_app
+from jaxtrain.serve.server import make_app
 from tests.waiting import eventually
 
 

@@ -10,8 +10,9 @@ import threading
 
 import pytest
 
+from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.server import Limits, make_app
+from jaxtrain.serve.server import make_app
 from tests.serve.conftest import engine, reader, serving
 from tests.waiting import eventually
 
