@@ -68,11 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"{config.beams} searches for one: leave either out"
                 )
         opened, asked = open_decoder(config.run, mesh=mesh, step=config.step), config.prompt
-        model, params, tokenizer, folder = opened
+        model, params, tokenizer, folder, begin = opened
         if config.chat:
             messages = [{"role": "user", "content": asked}]
             asked = load_template(folder).render(messages, add_generation_prompt=True)
-        prompt = [tokenizer.eod, *encode_prompt(asked, tokenizer).tolist()]
+        prompt = [*begin[config.chat], *encode_prompt(asked, tokenizer).tolist()]
+        prompt = prompt or [tokenizer.eod]
         written = language.write(
             model,
             params,

@@ -8,6 +8,7 @@ Every document is followed by one end-of-document token, `eod`, which no text en
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -338,6 +339,13 @@ class SubwordTokenizer(_BytePieces):
     def eod_token(self) -> str:
         """The token of `eod`, as the file spells it."""
         return self._tokenizer.id_to_token(self.eod)
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """The special tokens that the file puts before a text, such as Llama's `<s>`."""
+        found = self._tokenizer.encode("x")
+        added = zip(found.ids, found.special_tokens_mask, strict=True)
+        return tuple(id for id, _ in itertools.takewhile(lambda each: each[1], added))
 
     @property
     def special_pattern(self) -> str:

@@ -79,12 +79,15 @@ class Reader:
       longest: most tokens of a prompt and its answer.
       ends: tokens that end an answer.
       template: of chats; None refuses them.
+      begin: the tokens that a text follows, and those that a conversation does; an empty text
+        follows an end of document in any case.
     """
 
     tokenizer: Tokenizer
     longest: int
     ends: frozenset[int]
     template: ChatTemplate | None
+    begin: tuple[tuple[int, ...], tuple[int, ...]]
 
     def read(self, body: Any, *, chat: bool, seed: int) -> Asked:
         """Reads a body of JSON.
@@ -159,8 +162,8 @@ class Reader:
 
     def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
-            # As in training, where a document's beginning follows the end of another.
-            return [self.tokenizer.eod, *encode_prompt(prompt, self.tokenizer).tolist()]
+            ids = [*self.begin[0], *encode_prompt(prompt, self.tokenizer).tolist()]
+            return ids or [self.tokenizer.eod]
         size = self.tokenizer.vocab_size
         if not isinstance(prompt, list) or not prompt:
             raise ValueError("prompt must be a text, a list of tokens, or a list of such")
@@ -191,7 +194,7 @@ class Reader:
                 raise ValueError("a message's content must be text")
             plain.append({"role": each["role"], "content": content})
         ids, _ = next(encode_marked([self.template.prompt(plain)], self.tokenizer))
-        return [self.tokenizer.eod, *ids.tolist()]
+        return [*self.begin[1], *ids.tolist()]
 
 
 def _number(body: Mapping[str, Any], name: str) -> Any:

@@ -21,7 +21,7 @@ from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import open_decoder
+from jaxtrain.serve.opening import Opened, open_decoder
 from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
@@ -100,12 +100,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         pages=options.pages,
         mesh=mesh,
     )
-    reader = Reader(
-        opened.tokenizer,
-        engine.longest,
-        ends_of(opened.folder, opened.tokenizer),
-        template_of(options.chat_template, opened.folder, opened.tokenizer),
-    )
+    reader = reader_of(opened, options.chat_template, engine.longest)
     _log_requests()
     engine.warm_up()
     name = options.name or os.path.basename(os.path.abspath(opened.folder))
@@ -148,6 +143,13 @@ def _log_requests() -> None:
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     log.propagate = False
+
+
+def reader_of(opened: Opened, chat_template: str | None, longest: int) -> Reader:
+    """Makes what reads a model's requests."""
+    ends = ends_of(opened.folder, opened.tokenizer)
+    template = template_of(chat_template, opened.folder, opened.tokenizer)
+    return Reader(opened.tokenizer, longest, ends, template, opened.begin)
 
 
 def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:

@@ -18,12 +18,18 @@ from jaxtrain.sharding.rules import param_shardings
 
 
 class Opened(NamedTuple):
-    """A decoder, its parameters and tokenizer, and the local folder that it lies in."""
+    """A decoder, its parameters and tokenizer, and the local folder that it lies in.
+
+    Args:
+      begin: what stands before a text, and before a conversation: of a run an end of document, as
+        in training; of another model what transformers puts there.
+    """
 
     model: DecoderConfig
     params: Any
     tokenizer: Tokenizer
     folder: str
+    begin: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
@@ -46,6 +52,7 @@ def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
         params = hf.open_weights(folder)
         params = hf.load(params, param_shardings(params, mesh, decoder.RULES))
         tokenizer = SubwordTokenizer.load(folder)
+    begin = ((tokenizer.eod,),) * 2 if is_run else (tokenizer.beginning, ())
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens, and the model "
@@ -53,7 +60,7 @@ def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
         )
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-    return Opened(model, params, tokenizer, folder)
+    return Opened(model, params, tokenizer, folder, begin)
 
 
 def find_model(name: str) -> tuple[str, trained.Model, bool]:

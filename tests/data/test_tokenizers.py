@@ -371,7 +371,7 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
         SubwordTokenizer(theirs, 1),
         DecoderConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
     )
-    opened = Opened(model, {}, ours, "x")
+    opened = Opened(model, {}, ours, "x", ((), ()))
     monkeypatch.setattr(generate, "open_decoder", lambda name, mesh, step: opened)
     written = np.array([[2, 4, 1], [4, 2, 1]])
     monkeypatch.setattr(generate.language, "write", lambda *_, **options: written)

@@ -20,6 +20,9 @@ from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.server import make_app
 from tests.waiting import eventually
 
+# What a run's texts and conversations follow: an end of document.
+AS_A_RUN = ((256,), (256,))
+
 
 @functools.cache
 def engine():
@@ -34,7 +37,7 @@ def engine():
 def reader(template="plain"):
     tokenizer = ByteTokenizer()
     chat = ChatTemplate(TEMPLATES[template]) if template else None
-    return Reader(tokenizer, engine().longest, frozenset([tokenizer.eod]), chat)
+    return Reader(tokenizer, engine().longest, frozenset([tokenizer.eod]), chat, AS_A_RUN)
 
 
 class Server:

@@ -1,5 +1,6 @@
 """Requests read and answers written, without a network."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,9 +12,12 @@ from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.chat import TEMPLATES, ChatTemplate
 from jaxtrain.serve.api import Reader, Text, Told, Writer
 from jaxtrain.serve.engine import Event
+from tests.serve.conftest import AS_A_RUN
 
 TOKENIZER = ByteTokenizer()
-READER = Reader(TOKENIZER, 64, frozenset([TOKENIZER.eod]), ChatTemplate(TEMPLATES["plain"]))
+READER = Reader(
+    TOKENIZER, 64, frozenset([TOKENIZER.eod]), ChatTemplate(TEMPLATES["plain"]), AS_A_RUN
+)
 
 
 def read(body, *, chat=False, reader=READER):
@@ -42,7 +46,7 @@ def test_a_chat_ends_where_the_assistant_is_to_speak():
     assert TOKENIZER.decode(request.prompt) == "1 + 1 = "
     assert request.max_tokens == 4
     with pytest.raises(ValueError, match="no chat template"):
-        read({"messages": messages}, chat=True, reader=Reader(TOKENIZER, 64, frozenset(), None))
+        read({"messages": messages}, chat=True, reader=dataclasses.replace(READER, template=None))
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,12 @@ from jaxtrain.models.generate import generate
 from jaxtrain.run import trained
 from jaxtrain.run.main import main
 from jaxtrain.serve import opening
-from jaxtrain.serve.command import listen, template_of
+from jaxtrain.serve.command import listen, reader_of, template_of
+from jaxtrain.serve.opening import open_decoder
 from jaxtrain.sharding.mesh import make_mesh
 from tests.commands import refused
 from tests.experiments.test_gpt import SMALL
+from tests.hf import models
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +94,85 @@ def test_a_tokenizer_of_more_tokens_than_the_model_s_is_refused(tmp_path, monkey
     hf.save(tmp_path, config, decoder.init(config, jax.random.key(0)))
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
     for size, fits in ((280, True), (301, False)):
-        tokenizer = types.SimpleNamespace(vocab_size=size)
+        tokenizer = types.SimpleNamespace(vocab_size=size, beginning=())
         monkeypatch.setattr(opening.SubwordTokenizer, "load", lambda _, given=tokenizer: given)
         if fits:
             assert opening.open_decoder(str(tmp_path), mesh=mesh).model.vocab_size == size
         else:
             with pytest.raises(ValueError, match="has 301 tokens, and the model 300"):
                 opening.open_decoder(str(tmp_path), mesh=mesh)
+
+
+CHAT = (
+    "{{ bos_token or '' }}{% for message in messages %}<|turn|>{{ message.role }}\n"
+    "{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder, kind):
+    """Files as of Llama 3 (bytes, a beginning), Llama 2 (words that begin with a space, too), and
+    GPT-2 (bytes, no beginning)."""
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ["<end>", "<s>", "</s>", "<|turn|>"]
+    if kind == "llama2":
+        letters = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581"]
+        model = tokenizers.models.BPE(
+            {each: i for i, each in enumerate(["<unk>", *letters])}, [], byte_fallback=True
+        )
+        made = tokenizers.Tokenizer(model)
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            prepend_scheme="first", split=False
+        )
+        made.decoder = tokenizers.decoders.Sequence(
+            [
+                tokenizers.decoders.Replace("\u2581", " "),
+                tokenizers.decoders.ByteFallback(),
+                tokenizers.decoders.Fuse(),
+                tokenizers.decoders.Strip(" ", 1, 0),
+            ]
+        )
+    else:
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        made = tokenizers.Tokenizer(
+            tokenizers.models.BPE({each: i for i, each in enumerate(letters)}, [])
+        )
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in special])
+    if kind != "gpt2":
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", made.token_to_id("<s>"))]
+        )
+    made.save(str(folder / "tokenizer.json"))
+    told = {"eos_token": "</s>", "chat_template": CHAT, "add_bos_token": True}
+    told["tokenizer_class"] = "PreTrainedTokenizerFast"
+    told |= {} if kind == "gpt2" else {"bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+
+
+@pytest.mark.filterwarnings("ignore:.*bits per byte")
+@pytest.mark.parametrize("kind", ["llama3", "llama2", "gpt2"])
+def test_prompts_of_a_hugging_face_folder_are_transformers_tokens(kind, tmp_path):
+    library = models.transformers()
+    write_tokenizer(tmp_path, kind)
+    config = decoder.DecoderConfig(vocab_size=270, seq_len=64, layers=1, width=16, heads=2)
+    hf.save(tmp_path / "model", config, decoder.init(config, jax.random.key(0)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).rename(tmp_path / "model" / name)
+    folder = str(tmp_path / "model")
+    opened = open_decoder(folder, mesh=make_mesh(data=1, devices=jax.devices()[:1]))
+    reader = reader_of(opened, None, 64)
+    theirs = library.AutoTokenizer.from_pretrained(folder)
+    for text in ("to be", " or\nnot", "n\u00e9 <|turn|>x"):
+        (request,) = reader.read({"prompt": text}, chat=False, seed=0).requests
+        assert request.prompt == theirs(text)["input_ids"]
+    assert (request.prompt[0] == theirs.convert_tokens_to_ids("<s>")) == (kind != "gpt2")
+    messages = [{"role": "user", "content": "to be"}]
+    (request,) = reader.read({"messages": messages}, chat=True, seed=0).requests
+    given = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    assert request.prompt == theirs.apply_chat_template(messages, **given)
+    (request,) = reader.read({"prompt": ""}, chat=False, seed=0).requests
+    assert request.prompt == (theirs("")["input_ids"] or [opened.tokenizer.eod])
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):
