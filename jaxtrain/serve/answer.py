@@ -46,9 +46,9 @@ class Numbers:
 class Answer:
     """One request while it is answered."""
 
-    def __init__(self, worker, reader: Reader, asked: Asked, numbers: Numbers, model, limits):
+    def __init__(self, worker, reader: Reader, asked: Asked, numbers: Numbers, limits):
         self._worker, self._asked, self._numbers, self._limits = worker, asked, numbers, limits
-        self._writer = Writer(asked, reader.tokenizer, model)
+        self._writer = Writer(asked, reader.tokenizer)
         self._reader, self._begun, self._first = reader, time.monotonic(), None
         self._written, self._cancels = 0, {}
         self._echo: tuple[Sequence[int], list[Told]] | None = None
@@ -150,7 +150,9 @@ class Answer:
         texts = [text.add(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
         scores: list[tuple[float | None, tuple]] = [(None, ())] * len(prompt)
         if self._asked.logprobs:
-            call = self._worker.call(lambda: self._worker.engine.score(prompt, top))
+            call = self._worker.call(
+                lambda: self._worker.engine.score(prompt, top, request.adapter)
+            )
             try:
                 found = await asyncio.wait_for(asyncio.wrap_future(call), self._left)
             except ValueError as error:

@@ -49,6 +49,7 @@ class Asked:
     Args:
       requests: one of each choice, ``n`` of each prompt.
       prompts: number of prompts.
+      model: the name that is answered by.
       stops: texts that end a choice; they are not part of it.
       logprobs: whether they are told.
       echo: whether a choice begins with its prompt.
@@ -58,6 +59,7 @@ class Asked:
     requests: tuple[Request, ...]
     prompts: int
     chat: bool
+    model: str
     stops: tuple[str, ...]
     logprobs: bool
     echo: bool
@@ -73,9 +75,10 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Reads requests for one model.
+    """Reads requests for one model and its adapters.
 
     Args:
+      models: the name of the model, and those of its adapters.
       longest: most tokens of a prompt and its answer.
       ends: tokens that end an answer.
       template: of chats; None refuses them.
@@ -83,6 +86,7 @@ class Reader:
         follows an end of document in any case.
     """
 
+    models: tuple[str, ...]
     tokenizer: Tokenizer
     longest: int
     ends: frozenset[int]
@@ -96,6 +100,7 @@ class Reader:
           seed: of a request that names none.
 
         Raises:
+          LookupError: there is no such model.
           ValueError: what is asked cannot be done, in one sentence.
         """
         if not isinstance(body, dict):
@@ -108,6 +113,9 @@ class Reader:
         for name, neutral in _NEUTRAL.items():
             if name in body and body[name] not in neutral:
                 raise ValueError(f"{name} is {body[name]!r}, which is not offered: leave it out")
+        model = body.get("model", self.models[0])
+        if model not in self.models:
+            raise LookupError(f"model is {model!r}: ask for {' or '.join(self.models)}")
         given = {name: _number(body, name) for name in _NUMBERS}
         logprobs, top = _logprobs(body, chat)
         echo, stream = _flag(body, "echo"), _flag(body, "stream")
@@ -146,10 +154,12 @@ class Reader:
                         number % 2**32,
                         self.ends,
                         top,
+                        model if model in self.models[1:] else None,
                     )
                 )
         usage = _flag(options, "include_usage")
-        return Asked(tuple(requests), len(rows), chat, _stops(body), logprobs, echo, stream, usage)
+        asked = tuple(requests), len(rows), chat, model, _stops(body)
+        return Asked(*asked, logprobs, echo, stream, usage)
 
     def _prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
         prompt = body.get("prompt", "")
@@ -288,7 +298,7 @@ class Told:
 class Writer:
     """Writes the answers of one request."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer, model: str):
+    def __init__(self, asked: Asked, tokenizer: Tokenizer):
         kind = "chat.completion" if asked.chat else "text_completion"
         begin = "chatcmpl-" if asked.chat else "cmpl-"
         self._asked, self._tokenizer = asked, tokenizer
@@ -297,7 +307,7 @@ class Writer:
             "id": begin + uuid.uuid4().hex,
             "object": kind + chunk,
             "created": int(time.time()),
-            "model": model,
+            "model": asked.model,
         }
 
     def piece(self, event: Event) -> bytes:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,12 +17,13 @@ from jaxtrain.data.chat import ChatTemplate, load_template
 from jaxtrain.data.tokenizers import Tokenizer
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
+from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import Opened, open_decoder
+from jaxtrain.serve.opening import Opened, open_adapter, open_decoder
 from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
@@ -43,6 +45,9 @@ class ServeOptions:
     """Which checkpoint of a run; left out, the best one."""
     name: str | None = None
     """The model's name in the API; left out, that of its folder."""
+    adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An adapter as NAME=FOLDER, of a run trained by LoRA or of PEFT's files; requests name it as
+    their model. May be repeated."""
     chat_template: str | None = None
     """A chat template: chatml, plain, a file or a folder; left out, the model's own."""
     host: str = "127.0.0.1"
@@ -89,6 +94,8 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         raise ValueError(f"--tensor is {options.tensor}: {len(jax.devices())} devices are here")
     mesh = make_mesh(tensor=options.tensor, devices=jax.devices()[: options.tensor])
     opened = open_decoder(options.model, mesh=mesh, step=options.step)
+    name = options.name or os.path.basename(os.path.abspath(opened.folder))
+    adapters = _adapters(options.adapter, name, opened)
     engine = Engine(
         opened.model,
         opened.params,
@@ -99,13 +106,13 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         longest=options.longest,
         pages=options.pages,
         mesh=mesh,
+        adapters=adapters,
     )
-    reader = reader_of(opened, options.chat_template, engine.longest)
+    reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
     _log_requests()
     engine.warm_up()
-    name = options.name or os.path.basename(os.path.abspath(opened.folder))
     limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
-    app = make_app(engine, reader, model=name, limits=limits, key=os.environ.get(KEY) or None)
+    app = make_app(engine, reader, limits=limits, key=os.environ.get(KEY) or None)
     given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
     listen(app, name=name, **given)
     return 0
@@ -145,11 +152,26 @@ def _log_requests() -> None:
     log.propagate = False
 
 
-def reader_of(opened: Opened, chat_template: str | None, longest: int) -> Reader:
+def _adapters(named: Sequence[str], name: str, opened: Opened) -> dict[str, Additions]:
+    """Reads the adapters NAME=FOLDER beside a model of a name."""
+    found: dict[str, Additions] = {}
+    for each in named:
+        own, _, folder = each.partition("=")
+        if not own or not folder or own in (name, *found):
+            raise ValueError(
+                f"--adapter is {each!r}: give NAME=FOLDER, with a name that nothing else has here"
+            )
+        found[own] = open_adapter(folder, opened)
+    return found
+
+
+def reader_of(
+    opened: Opened, models: tuple[str, ...], chat_template: str | None, longest: int
+) -> Reader:
     """Makes what reads a model's requests."""
     ends = ends_of(opened.folder, opened.tokenizer)
     template = template_of(chat_template, opened.folder, opened.tokenizer)
-    return Reader(opened.tokenizer, longest, ends, template, opened.begin)
+    return Reader(models, opened.tokenizer, longest, ends, template, opened.begin)
 
 
 def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:

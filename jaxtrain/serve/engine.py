@@ -30,8 +30,11 @@ from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import CausalDecoder, Decoder, Pages
 from jaxtrain.models.sampling import RowSampling, draw_rows
+from jaxtrain.ops.linear import kernel_rules
 from jaxtrain.ops.per_device import split_over
+from jaxtrain.ops.row_adapters import Additions, choose, with_adapters
 from jaxtrain.serve.pages import PagePool, digests_of
+from jaxtrain.sharding.rules import param_shardings
 
 # Most alternatives that an event names.
 TOP = 20
@@ -40,7 +43,7 @@ TOP = 20
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What is asked: to continue ``prompt``, at least one token, by ``max_tokens`` or until one of
-    ``ends`` is written."""
+    ``ends`` is written; by an adapter of the engine, or the model alone."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -50,6 +53,7 @@ class Request:
     seed: int = 0
     ends: frozenset[int] = frozenset()
     top_logprobs: int = 0
+    adapter: str | None = None
 
 
 class Event(NamedTuple):
@@ -99,6 +103,8 @@ class Engine:
       pages: number of pages; left out, as many as all slots can fill. What slots leave unused keeps
         beginnings of prompts.
       mesh: on which ``params`` lie, split over ``tensor``; None for one device.
+      adapters: low-rank additions by path, by the name of each adapter; rows of one batch may have
+        different ones.
 
     Raises:
       ValueError: for sizes that do not fit.
@@ -116,6 +122,7 @@ class Engine:
         longest: int | None = None,
         pages: int | None = None,
         mesh: Mesh | None = None,
+        adapters: Mapping[str, Additions] = {},
     ):
         longest = row_length(model, longest, least=2)
         for name, value in (("slots", slots), ("readers", readers)):
@@ -141,6 +148,7 @@ class Engine:
         self.rows: list[_Row | None] = [None] * slots
         self.waiting: deque[_Row] = deque()
         self._numbers, self._readers, self._params = 0, readers, params
+        self.adapters = (None, *adapters)
         self._mesh = mesh
         self._table = np.zeros((slots, self.most), np.int32)
         self._sampling = RowSampling(
@@ -150,8 +158,15 @@ class Engine:
             np.zeros(slots, np.uint32),
         )
         self._last = np.zeros(slots, np.int32)
+        self._adapter = np.zeros(slots, np.int32)
         dtype = jax.tree.leaves(params)[0].dtype
         with self._on_mesh():
+            if adapters:
+                params = with_adapters(params, adapters)
+                if mesh is not None:
+                    rules = kernel_rules(decoders.RULES, params)
+                    params = jax.device_put(params, param_shardings(params, mesh, rules))
+                self._params = params
             heads = _key_heads(model)
             shape = (model.layers, pages, heads, page, model.block.head_dim)
             split = None
@@ -196,13 +211,19 @@ class Engine:
                 f"the prompt has tokens from {tokens.min()} to {tokens.max()}: the vocabulary has "
                 f"{self.model.vocab_size}"
             )
+        if request.adapter not in self.adapters:
+            raise ValueError(
+                f"the adapter is {request.adapter!r}: there are {', '.join(self.adapters[1:])}"
+            )
         if tokens.size + request.max_tokens > self.longest:
             raise ValueError(
                 f"the prompt has {tokens.size} tokens: with max_tokens={request.max_tokens} that "
                 f"exceeds the {self.longest} of this server"
             )
         self._numbers += 1
-        digests = digests_of(request.prompt, self.chunk)
+        # What an adapter reads has keys and values of its own.
+        own = self.adapters.index(request.adapter)
+        digests = digests_of(request.prompt, self.chunk, own)
         self.waiting.append(_Row(self._numbers, request, [], digests, 0))
         return self._numbers
 
@@ -237,15 +258,16 @@ class Engine:
         return events
 
     def score(
-        self, tokens: Sequence[int], top: int = 0
+        self, tokens: Sequence[int], top: int = 0, adapter: str | None = None
     ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
         """Returns the log-probability of every token but the first, and so many alternatives, by
         the forward pass of training: of a row padded to a power of two, or to ``longest``."""
         size = min(1 << (len(tokens) - 1).bit_length(), self.longest)
         row = np.zeros((2, max(size, 2)), np.int32)  # Never a row alone.
         row[0, : len(tokens)] = tokens
+        adapter_B = np.full(2, self.adapters.index(adapter), np.int32)
         with self._on_mesh():
-            logprobs, ids, values = jax.device_get(self._score(self._params, row))
+            logprobs, ids, values = jax.device_get(self._score(self._params, row, adapter_B))
         found = []
         for at in range(len(tokens) - 1):
             best = zip(ids[at, :top].tolist(), values[at, :top].tolist(), strict=True)
@@ -274,6 +296,7 @@ class Engine:
             chosen = request.temperature, top_k, request.top_p, request.seed % 2**32
             for array, value in zip(self._sampling, chosen, strict=True):
                 array[slot] = value
+            self._adapter[slot] = self.adapters.index(request.adapter)
 
     def _read(self, slots: Sequence[int]) -> _Drawn:
         B, C = self._readers, self.chunk
@@ -294,7 +317,7 @@ class Engine:
         table = np.where(np.arange(B)[:, None] < len(slots), self._table[own], 0)
         want = any(self.rows[slot].request.top_logprobs for slot in slots)
         sampling = RowSampling(*(x[own] for x in self._sampling))
-        return self._call(table, tokens_BC, start_B, count_B, sampling, want)
+        return self._call(table, tokens_BC, start_B, count_B, sampling, want, self._adapter[own])
 
     def _write(self, slots: Sequence[int]) -> _Drawn:
         B = len(self.rows)
@@ -304,11 +327,12 @@ class Engine:
             start_B[slot], count_B[slot] = len(row.request.prompt) + row.written - 1, 1
         table = np.where(count_B[:, None] > 0, self._table, 0)
         want = any(self.rows[slot].request.top_logprobs for slot in slots)
-        return self._call(table, self._last[:, None], start_B, count_B, self._sampling, want)
+        last_B1 = self._last[:, None]
+        return self._call(table, last_B1, start_B, count_B, self._sampling, want, self._adapter)
 
-    def _call(self, table, tokens_BC, start_B, count_B, sampling, want) -> _Drawn:
+    def _call(self, *given: Any) -> _Drawn:
         # Copies: what is handed over is read while the host goes on.
-        given = jax.tree.map(np.array, (table, tokens_BC, start_B, count_B, sampling, want))
+        given = jax.tree.map(np.array, given)
         with self._on_mesh():
             self._k, self._v, drawn = self._run(self._params, self._k, self._v, *given)
         return drawn
@@ -362,8 +386,10 @@ def _advance(
     count_B: jax.Array,
     sampling: RowSampling,
     want: jax.Array,
+    adapter_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array, _Drawn]:
     """Reads a chunk of each row, and draws the token that follows it."""
+    params = choose(params, adapter_B)
     logits_BV, pages = decoder.extend(params, Pages(k, v, table), tokens_BC, start_B, count_B)
     tokens_B, logprobs_BV = draw_rows(sampling, logits_BV, start_B + count_B)
     top = min(TOP, logits_BV.shape[1])
@@ -377,10 +403,10 @@ def _advance(
 
 
 def _scored(
-    model: DecoderConfig, params: Mapping[str, Any], tokens_BT: jax.Array
+    model: DecoderConfig, params: Mapping[str, Any], tokens_BT: jax.Array, adapter_B: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities [T - 1] of the first row's tokens, and the most probable ones."""
-    logits_TV = decoders.logits(model, params, tokens_BT)[0, :-1]
+    logits_TV = decoders.logits(model, choose(params, adapter_B), tokens_BT)[0, :-1]
     logprobs_TV = jax.nn.log_softmax(logits_TV.astype(jnp.float32))
     own_T = jnp.take_along_axis(logprobs_TV, tokens_BT[0, 1:, None], axis=1)[:, 0]
     values, ids = jax.lax.top_k(logprobs_TV, min(TOP, logprobs_TV.shape[1]))

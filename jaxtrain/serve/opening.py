@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from jaxtrain import hf
@@ -12,9 +13,12 @@ from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.ops.linear import Dora, LowRank
+from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.rules import param_shardings
+from jaxtrain.tree import is_a, path_name
 
 
 class Opened(NamedTuple):
@@ -61,6 +65,23 @@ def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
     return Opened(model, params, tokenizer, folder, begin)
+
+
+def open_adapter(folder: str, base: Opened) -> Additions:
+    """Reads the additions of an adapter over a model: of a run trained by LoRA, or in PEFT's files.
+
+    Raises:
+      FileNotFoundError, ValueError: there are none, or they are another model's.
+    """
+    if exists(as_path(folder) / "checkpoints"):
+        return trained.additions(folder)[1]
+    is_run = exists(as_path(base.folder) / "checkpoints")
+    family = trained.stored(base.folder).get("family") if is_run else hf.family_name(base.folder)
+    change, found = hf.adapters.read(folder, base.model, family=family)
+    shapes = jax.eval_shape(lambda: decoder.init(base.model, jax.random.key(0)))
+    placed = hf.adapters.placed(change.params(shapes), found)
+    leaves = jax.tree_util.tree_leaves_with_path(placed, is_leaf=is_a(LowRank | Dora))
+    return {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRank | Dora)}
 
 
 def find_model(name: str) -> tuple[str, trained.Model, bool]:

@@ -25,14 +25,12 @@ def make_app(
     engine: Engine,
     reader: Reader,
     *,
-    model: str,
     limits: Limits = DEFAULT_LIMITS,
     key: str | None = None,
 ) -> Any:
     """Makes the application: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
 
     Args:
-      model: its name.
       key: what clients must give as an API key; None asks for none.
 
     Raises:
@@ -98,11 +96,13 @@ def make_app(
             return refused(408, f"the body took more than {limits.seconds:g} seconds")
         except ClientDisconnect:
             return Response(status_code=499)
+        except LookupError as error:
+            return refused(404, error.args[0])
         except ValueError as error:
             return refused(400, str(error))
         finally:
             numbers.live -= 1
-        own = Answer(worker, reader, asked, numbers, model, limits)
+        own = Answer(worker, reader, asked, numbers, limits)
         if asked.stream:
             numbers.answers[200] += 1
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -146,8 +146,10 @@ def make_app(
     async def models(request: Any) -> Response:
         if not is_known(request):
             return refused(401, "the API key is missing or wrong: give it as a bearer token")
-        one = {"id": model, "object": "model", "created": started, "owned_by": "jaxtrain"}
-        return JSONResponse({"object": "list", "data": [one]})
+        one = {"object": "model", "created": started, "owned_by": "jaxtrain"}
+        base, *adapters = reader.models
+        data = [one | {"id": base}, *(one | {"id": each, "parent": base} for each in adapters)]
+        return JSONResponse({"object": "list", "data": data})
 
     async def health(request: Any) -> Response:
         del request

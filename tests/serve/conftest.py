@@ -37,7 +37,9 @@ def engine():
 def reader(template="plain"):
     tokenizer = ByteTokenizer()
     chat = ChatTemplate(TEMPLATES[template]) if template else None
-    return Reader(tokenizer, engine().longest, frozenset([tokenizer.eod]), chat, AS_A_RUN)
+    return Reader(
+        ("small",), tokenizer, engine().longest, frozenset([tokenizer.eod]), chat, AS_A_RUN
+    )
 
 
 class Server:
@@ -63,7 +65,7 @@ class Server:
 @contextlib.contextmanager
 def serving(template="plain", **options):
     uvicorn = pytest.importorskip("uvicorn")
-    app = make_app(engine(), reader(template), model="small", **options)
+    app = make_app(engine(), reader(template), **options)
     config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(config)

@@ -15,9 +15,11 @@ import pytest
 from experiments.gpt import Config, build
 from jaxtrain import hf
 from jaxtrain.data import ByteTokenizer
+from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run import trained
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import main
 from jaxtrain.serve import opening
 from jaxtrain.serve.command import listen, reader_of, template_of
@@ -26,6 +28,7 @@ from jaxtrain.sharding.mesh import make_mesh
 from tests.commands import refused
 from tests.experiments.test_gpt import SMALL
 from tests.hf import models
+from tests.serve.test_adapters import with_additions
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,8 @@ def run(tmp_path_factory):
         (["--pages", "1"], "--pages is 1: a request of 32 tokens takes 1"),
         (["--chat-template", "nowhere"], "nowhere"),
         (["--step", "77"], "77"),
+        (["--adapter", "poet"], "--adapter is 'poet': give NAME=FOLDER"),
+        (["--adapter", "poet=nowhere"], "nowhere"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_listens(run, flags, said, capsys):
@@ -161,7 +166,7 @@ def test_prompts_of_a_hugging_face_folder_are_transformers_tokens(kind, tmp_path
         (tmp_path / name).rename(tmp_path / "model" / name)
     folder = str(tmp_path / "model")
     opened = open_decoder(folder, mesh=make_mesh(data=1, devices=jax.devices()[:1]))
-    reader = reader_of(opened, None, 64)
+    reader = reader_of(opened, ("m",), None, 64)
     theirs = library.AutoTokenizer.from_pretrained(folder)
     for text in ("to be", " or\nnot", "n\u00e9 <|turn|>x"):
         (request,) = reader.read({"prompt": text}, chat=False, seed=0).requests
@@ -181,10 +186,18 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_is_served_until_a_signal_lets_open_requests_end(run):
+def test_a_run_is_served_until_a_signal_lets_open_requests_end(run, tmp_path):
     pytest.importorskip("uvicorn")
+    openai = pytest.importorskip("openai")
     command = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--page", "8"]
     command += ["--chunk", "8", "--simulate-devices", "2", "--tensor", "2"]
+    model, params, tokenizer = trained.load(run)
+    change = LoRA(2, alpha=200.0)
+    changed = with_additions(change, params, 0)
+    config = json.loads(json.dumps({**trained.stored(run), **change.record}))
+    with Checkpointer(tmp_path / "poet" / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"params": jax.device_get(changed)}, config=config)
+    command += ["--adapter", f"poet={tmp_path / 'poet'}"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -192,13 +205,19 @@ def test_a_run_is_served_until_a_signal_lets_open_requests_end(run):
             line = process.stdout.readline()
             assert "is served on http://127.0.0.1:" in line
             port = int(line.split("127.0.0.1:")[1].split("/")[0])
-            model, params, tokenizer = trained.load(run)
             prompt = [tokenizer.eod, *tokenizer.encode("to be").tolist()]
             given = {"max_new_tokens": 20, "temperature": 0, "eod": tokenizer.eod}
             expected = tokenizer.decode(generate(model, params, [prompt], **given)[0])
+            other = tokenizer.decode(generate(model, changed, [prompt], **given)[0])
+            assert other != expected
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+            asked = {"prompt": "to be", "temperature": 0, "max_tokens": 20}
+            told = client.completions.create(model="poet", **asked)
+            assert (told.model, told.choices[0].text) == ("poet", other)
+            assert [each.id for each in client.models.list()] == ["run", "poet"]
+            client.close()
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            asked = {"prompt": "to be", "temperature": 0, "max_tokens": 20, "stream": True}
-            connection.request("POST", "/v1/completions", json.dumps(asked))
+            connection.request("POST", "/v1/completions", json.dumps(asked | {"stream": True}))
             answer = connection.getresponse()
             process.send_signal(signal.SIGTERM)
             text = answer.read().decode()
