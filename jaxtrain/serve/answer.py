@@ -92,6 +92,11 @@ class Answer:
             )
 
     @property
+    def streams(self) -> bool:
+        """Whether the answer is told while it is written."""
+        return self._asked.stream
+
+    @property
     def _left(self) -> float:
         """Seconds until the limit."""
         return self._begun + self._limits.seconds - time.monotonic()

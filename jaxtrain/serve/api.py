@@ -113,16 +113,14 @@ class Reader:
         for name, neutral in _NEUTRAL.items():
             if name in body and body[name] not in neutral:
                 raise ValueError(f"{name} is {body[name]!r}, which is not offered: leave it out")
-        model = body.get("model", self.models[0])
-        if model not in self.models:
-            raise LookupError(f"model is {model!r}: ask for {' or '.join(self.models)}")
+        model, adapter = self.model_of(body)
         given = {name: _number(body, name) for name in _NUMBERS}
         logprobs, top = _logprobs(body, chat)
         echo, stream = _flag(body, "echo"), _flag(body, "stream")
         options = body.get("stream_options", {})
         if not isinstance(options, dict) or options.keys() - {"include_usage"}:
             raise ValueError("stream_options must be an object with include_usage alone")
-        rows = [self._messages(body)] if chat else self._prompts(body)
+        rows = [self._messages(body)] if chat else self.rows({"prompt": ""} | body, "prompt")
         if len(rows) * given["n"] > MOST:
             raise ValueError(
                 f"{len(rows)} prompts with n={given['n']} ask for more than {MOST} answers"
@@ -154,31 +152,40 @@ class Reader:
                         number % 2**32,
                         self.ends,
                         top,
-                        model if model in self.models[1:] else None,
+                        adapter,
                     )
                 )
         usage = _flag(options, "include_usage")
         asked = tuple(requests), len(rows), chat, model, _stops(body)
         return Asked(*asked, logprobs, echo, stream, usage)
 
-    def _prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
-        prompt = body.get("prompt", "")
+    def model_of(self, body: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Returns the name of the model that is asked for, and that of the adapter, if it is one;
+        raises LookupError where there is none."""
+        model = body.get("model", self.models[0])
+        if model not in self.models:
+            raise LookupError(f"model is {model!r}: ask for {' or '.join(self.models)}")
+        return model, None if model == self.models[0] else model
+
+    def rows(self, body: Mapping[str, Any], name: str) -> list[list[int]]:
+        """Returns the tokens of a text, or of each of several, in a field of a body."""
+        prompt = body.get(name)
         is_list = isinstance(prompt, list) and bool(prompt)
         is_row = isinstance(prompt, str) or (is_list and all(type(x) is int for x in prompt))
         rows = [prompt] if is_row else prompt
         if not isinstance(rows, list) or not 1 <= len(rows) <= MOST:
-            raise ValueError("prompt must be a text, a list of tokens, or a list of such")
-        return [self._tokens(row) for row in rows]
+            raise ValueError(f"{name} must be a text, a list of tokens, or a list of such")
+        return [self._tokens(row, name) for row in rows]
 
-    def _tokens(self, prompt: Any) -> list[int]:
+    def _tokens(self, prompt: Any, name: str) -> list[int]:
         if isinstance(prompt, str):
             ids = [*self.begin[0], *encode_prompt(prompt, self.tokenizer).tolist()]
             return ids or [self.tokenizer.eod]
         size = self.tokenizer.vocab_size
         if not isinstance(prompt, list) or not prompt:
-            raise ValueError("prompt must be a text, a list of tokens, or a list of such")
+            raise ValueError(f"{name} must be a text, a list of tokens, or a list of such")
         if not all(type(x) is int and 0 <= x < size for x in prompt):
-            raise ValueError(f"prompt must have whole numbers from 0 to {size - 1} for tokens")
+            raise ValueError(f"{name} must have whole numbers from 0 to {size - 1} for tokens")
         return prompt
 
     def _messages(self, body: Mapping[str, Any]) -> list[int]:

@@ -14,10 +14,10 @@ summed over pages in the row's order; a row draws by its own seed and position.
 Shapes: B rows, C tokens of a chunk, P pages of a row, V vocabulary.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -146,7 +146,7 @@ class Engine:
             )
         self.pool = PagePool(pages, chunk // page)
         self.rows: list[_Row | None] = [None] * slots
-        self.waiting: deque[_Row] = deque()
+        self.waiting: collections.deque[_Row] = collections.deque()
         self._numbers, self._readers, self._params = 0, readers, params
         self.adapters = (None, *adapters)
         self._mesh = mesh
@@ -178,6 +178,7 @@ class Engine:
             functools.partial(_advance, CausalDecoder(model)), donate_argnums=(1, 2)
         )
         self._score = jax.jit(functools.partial(_scored, model))
+        self._embed = jax.jit(functools.partial(_embedded, model))
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
@@ -229,7 +230,7 @@ class Engine:
 
     def cancel(self, number: int) -> None:
         """Frees what a request holds; nothing where it has ended."""
-        self.waiting = deque(row for row in self.waiting if row.number != number)
+        self.waiting = collections.deque(row for row in self.waiting if row.number != number)
         for slot, row in enumerate(self.rows):
             if row is not None and row.number == number:
                 self._leave(slot)
@@ -262,8 +263,7 @@ class Engine:
     ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
         """Returns the log-probability of every token but the first, and so many alternatives, by
         the forward pass of training: of a row padded to a power of two, or to ``longest``."""
-        size = min(1 << (len(tokens) - 1).bit_length(), self.longest)
-        row = np.zeros((2, max(size, 2)), np.int32)  # Never a row alone.
+        row = np.zeros((2, self._padded(len(tokens))), np.int32)  # Never a row alone.
         row[0, : len(tokens)] = tokens
         adapter_B = np.full(2, self.adapters.index(adapter), np.int32)
         with self._on_mesh():
@@ -273,6 +273,39 @@ class Engine:
             best = zip(ids[at, :top].tolist(), values[at, :top].tolist(), strict=True)
             found.append((float(logprobs[at]), tuple(best)))
         return found
+
+    def groups(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Returns the numbers of rows that :meth:`embed` takes together: as many as readers, of
+        lengths that are padded alike."""
+        sizes = collections.defaultdict(list)
+        for number, row in enumerate(rows):
+            sizes[self._padded(len(row))].append(number)
+        n = self._readers
+        return [those[i : i + n] for those in sizes.values() for i in range(0, len(those), n)]
+
+    def embed(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        pooling: str = "mean",
+        adapter: str | None = None,
+    ) -> np.ndarray:
+        """Returns the last hidden states [rows, width] in float32, of unit length: the mean over a
+        row's tokens, or with ``pooling`` "last" that of its last one. A row's bits do not depend on
+        others of its group."""
+        size = self._padded(len(rows[0]))
+        tokens_BT = np.zeros((self._readers, size), np.int32)
+        count_B = np.ones(self._readers, np.int32)
+        for index, row in enumerate(rows):
+            tokens_BT[index, : len(row)], count_B[index] = row, len(row)
+        adapter_B = np.full(self._readers, self.adapters.index(adapter), np.int32)
+        with self._on_mesh():
+            found = self._embed(self._params, tokens_BT, count_B, adapter_B, pooling == "last")
+        return jax.device_get(found)[: len(rows)]
+
+    def _padded(self, length: int) -> int:
+        """How many positions a row of so many has where it is read at once."""
+        return max(2, min(1 << (length - 1).bit_length(), self.longest))
 
     def _admit(self) -> None:
         """Gives waiting requests free slots, in their order."""
@@ -411,3 +444,20 @@ def _scored(
     own_T = jnp.take_along_axis(logprobs_TV, tokens_BT[0, 1:, None], axis=1)[:, 0]
     values, ids = jax.lax.top_k(logprobs_TV, min(TOP, logprobs_TV.shape[1]))
     return own_T, ids, values
+
+
+def _embedded(
+    model: DecoderConfig,
+    params: Mapping[str, Any],
+    tokens_BT: jax.Array,
+    count_B: jax.Array,
+    adapter_B: jax.Array,
+    last: jax.Array,
+) -> jax.Array:
+    """Hidden states of each row's tokens, pooled, [B, D] float32 of unit length."""
+    x_BTD = decoders.hidden(model, choose(params, adapter_B), tokens_BT).astype(jnp.float32)
+    at_T, ends_B1 = jnp.arange(tokens_BT.shape[1]), count_B[:, None]
+    pooled_BT = jnp.where(last, at_T == ends_B1 - 1, at_T < ends_B1)
+    # Of what is not finite in padding, which is read by nobody, 0 times would be NaN.
+    x_BD = jnp.where(pooled_BT[..., None], x_BTD, 0).sum(1)
+    return x_BD / jnp.maximum(jnp.linalg.norm(x_BD, axis=-1, keepdims=True), 1e-12)

@@ -7,16 +7,18 @@ free again with the next step.
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jaxtrain.host import extras
 from jaxtrain.serve.answer import BUCKETS, DEFAULT_LIMITS, Answer, Limits, Numbers
 from jaxtrain.serve.api import Reader
+from jaxtrain.serve.embeddings import Embeddings
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.worker import FAILED, Worker
 
@@ -28,7 +30,8 @@ def make_app(
     limits: Limits = DEFAULT_LIMITS,
     key: str | None = None,
 ) -> Any:
-    """Makes the application: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+    """Makes the application: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models,
+    /health, /metrics.
 
     Args:
       key: what clients must give as an API key; None asks for none.
@@ -69,12 +72,20 @@ def make_app(
         return bytes(found)
 
     async def completions(request: Any) -> Response:
-        return await answer(request, chat=False)
+        return await answer(request, functools.partial(completion, chat=False))
 
     async def chats(request: Any) -> Response:
-        return await answer(request, chat=True)
+        return await answer(request, functools.partial(completion, chat=True))
 
-    async def answer(request: Any, *, chat: bool) -> Response:
+    def completion(body: Any, *, chat: bool) -> Answer:
+        seed = int.from_bytes(os.urandom(4), "little")
+        asked = reader.read(body, chat=chat, seed=seed)
+        return Answer(worker, reader, asked, numbers, limits)
+
+    async def embeddings(request: Any) -> Response:
+        return await answer(request, lambda body: Embeddings(worker, reader, body, numbers, limits))
+
+    async def answer(request: Any, read: Callable[[Any], Answer | Embeddings]) -> Response:
         if not is_known(request):
             return refused(401, "the API key is missing or wrong: give it as a bearer token")
         if not worker.is_well:
@@ -89,9 +100,8 @@ def make_app(
             if raw is None:
                 return refused(413, f"the body is larger than {limits.body} bytes: send less")
             body = await asyncio.to_thread(_parsed, raw)
-            seed = int.from_bytes(os.urandom(4), "little")
             # Another thread: a long text takes its time, and others are answered meanwhile.
-            asked = await asyncio.to_thread(reader.read, body, chat=chat, seed=seed)
+            own = await asyncio.to_thread(read, body)
         except TimeoutError:
             return refused(408, f"the body took more than {limits.seconds:g} seconds")
         except ClientDisconnect:
@@ -102,8 +112,7 @@ def make_app(
             return refused(400, str(error))
         finally:
             numbers.live -= 1
-        own = Answer(worker, reader, asked, numbers, limits)
-        if asked.stream:
+        if own.streams:
             numbers.answers[200] += 1
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return Stream(own.stream(), media_type="text/event-stream", headers=headers)
@@ -169,6 +178,7 @@ def make_app(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/models", models),
             Route("/health", health),
             Route("/metrics", metrics),
