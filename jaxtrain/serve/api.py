@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.serve.engine import TOP, Event, Request
+from jaxtrain.serve.engine import Event, Request
+from jaxtrain.serve.programs import TOP
 
 # Name: (kind, default, least, most).
 _NUMBERS: dict[str, tuple[type, Any, float, float]] = {

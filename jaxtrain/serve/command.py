@@ -72,6 +72,11 @@ class ServeOptions:
     """Time limit of a request in seconds."""
     drain_seconds: int = 30
     """Seconds that open requests have to end in after SIGTERM."""
+    draft: str | None = None
+    """A smaller model of the same tokens, whose guesses the model reads at once: a run, a folder or
+    a name. The answers stay the model's own."""
+    draft_tokens: int = 4
+    """Tokens that the draft guesses in a step."""
     tensor: int = 1
     """Devices that heads, MLP width and vocabulary are split over."""
     simulate_devices: int = 0
@@ -81,7 +86,7 @@ class ServeOptions:
 def run_serve(options: ServeOptions, rest: list[str]) -> int:
     """Serves until a signal ends it."""
     del rest
-    check_least(options, port=0, max_requests=1, drain_seconds=0, tensor=1)
+    check_least(options, port=0, max_requests=1, drain_seconds=0, tensor=1, draft_tokens=1)
     if options.port >= 2**16:
         raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
     if not options.max_seconds > 0:
@@ -96,6 +101,11 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     opened = open_decoder(options.model, mesh=mesh, step=options.step)
     name = options.name or os.path.basename(os.path.abspath(opened.folder))
     adapters = _adapters(options.adapter, name, opened)
+    draft = None
+    if options.draft is not None:
+        guesses = open_decoder(options.draft, mesh=mesh)
+        check_tokens(guesses, opened)
+        draft = guesses.model, guesses.params
     engine = Engine(
         opened.model,
         opened.params,
@@ -107,6 +117,8 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         pages=options.pages,
         mesh=mesh,
         adapters=adapters,
+        draft=draft,
+        drafts=options.draft_tokens,
     )
     reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
     _log_requests()
@@ -150,6 +162,18 @@ def _log_requests() -> None:
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     log.propagate = False
+
+
+def check_tokens(draft: Opened, opened: Opened) -> None:
+    """Raises ValueError where a draft has other tokens than the model."""
+    theirs, ours = (
+        x.tokenizer.token_pieces(range(x.tokenizer.vocab_size)) for x in (draft, opened)
+    )
+    if theirs != ours:
+        raise ValueError(
+            f"--draft is '{draft.folder}', whose tokens are not those of '{opened.folder}': give a "
+            "draft with the same tokenizer"
+        )
 
 
 def _adapters(named: Sequence[str], name: str, opened: Opened) -> dict[str, Additions]:

@@ -28,16 +28,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder, Decoder, Pages
-from jaxtrain.models.sampling import RowSampling, draw_rows
+from jaxtrain.models.decoding import CausalDecoder
+from jaxtrain.models.sampling import RowSampling
 from jaxtrain.ops.linear import kernel_rules
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.ops.row_adapters import Additions, choose, with_adapters
+from jaxtrain.ops.row_adapters import Additions, with_adapters
 from jaxtrain.serve.pages import PagePool, digests_of
+from jaxtrain.serve.programs import Drawn, Rows, advance, embedded, scored, speculate
 from jaxtrain.sharding.rules import param_shardings
-
-# Most alternatives that an event names.
-TOP = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +81,6 @@ class _Row:
     written: int = 0
 
 
-class _Drawn(NamedTuple):
-    tokens_B: jax.Array
-    logprobs_B: jax.Array
-    top_tokens: jax.Array  # [B, TOP]
-    top_logprobs: jax.Array
-
-
 class Engine:
     """Continues many prompts at once.
 
@@ -105,6 +96,9 @@ class Engine:
       mesh: on which ``params`` lie, split over ``tensor``; None for one device.
       adapters: low-rank additions by path, by the name of each adapter; rows of one batch may have
         different ones.
+      draft: a smaller model of the same tokens and its parameters, which proposes tokens; None to
+        write one at a time.
+      drafts: tokens that it proposes in a step.
 
     Raises:
       ValueError: for sizes that do not fit.
@@ -123,6 +117,8 @@ class Engine:
         pages: int | None = None,
         mesh: Mesh | None = None,
         adapters: Mapping[str, Additions] = {},
+        draft: tuple[DecoderConfig, Any] | None = None,
+        drafts: int = 4,
     ):
         longest = row_length(model, longest, least=2)
         for name, value in (("slots", slots), ("readers", readers)):
@@ -136,6 +132,8 @@ class Engine:
             raise ValueError(
                 f"`chunk` is {chunk}: it must be a multiple of `page`, which is {page}"
             )
+        if draft is not None:
+            _check_draft(draft[0], model, longest, drafts)
         self.model, self.longest, self.chunk, self.page = model, longest, chunk, page
         self.most = -(-longest // page)  # pages of a row
         pages = 1 + slots * self.most if pages is None else pages
@@ -147,7 +145,7 @@ class Engine:
         self.pool = PagePool(pages, chunk // page)
         self.rows: list[_Row | None] = [None] * slots
         self.waiting: collections.deque[_Row] = collections.deque()
-        self._numbers, self._readers, self._params = 0, readers, params
+        self._numbers, self._readers = 0, readers
         self.adapters = (None, *adapters)
         self._mesh = mesh
         self._table = np.zeros((slots, self.most), np.int32)
@@ -159,26 +157,24 @@ class Engine:
         )
         self._last = np.zeros(slots, np.int32)
         self._adapter = np.zeros(slots, np.int32)
-        dtype = jax.tree.leaves(params)[0].dtype
+        # Tokens that a draft has guessed, and those of them that the model has written.
+        self.guessed = self.right = 0
+        self._drafts = 0 if draft is None else drafts
         with self._on_mesh():
             if adapters:
                 params = with_adapters(params, adapters)
                 if mesh is not None:
                     rules = kernel_rules(decoders.RULES, params)
                     params = jax.device_put(params, param_shardings(params, mesh, rules))
-                self._params = params
-            heads = _key_heads(model)
-            shape = (model.layers, pages, heads, page, model.block.head_dim)
-            split = None
-            if mesh is not None:
-                parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
-                split = NamedSharding(mesh, parts)
-            self._k, self._v = (jnp.zeros(shape, dtype, device=split) for _ in range(2))
-        self._run = jax.jit(
-            functools.partial(_advance, CausalDecoder(model)), donate_argnums=(1, 2)
-        )
-        self._score = jax.jit(functools.partial(_scored, model))
-        self._embed = jax.jit(functools.partial(_embedded, model))
+            both = [(model, params), *([draft] if draft else [])]
+            self._caches = [_empty(*each, pages, page, mesh) for each in both]
+        models, self._params = [CausalDecoder(each) for each, _ in both], [p for _, p in both]
+        self._reads = jax.jit(functools.partial(advance, models), donate_argnums=1)
+        self._writes = self._reads
+        if draft is not None:
+            self._writes = jax.jit(functools.partial(speculate, models, drafts), donate_argnums=1)
+        self._score = jax.jit(functools.partial(scored, model))
+        self._embed = jax.jit(functools.partial(embedded, model))
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
@@ -186,7 +182,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """Number of programs that have been compiled."""
-        return self._run._cache_size()
+        return sum(each._cache_size() for each in {self._reads, self._writes})
 
     @property
     def is_busy(self) -> bool:
@@ -236,8 +232,8 @@ class Engine:
                 self._leave(slot)
 
     def step(self) -> list[Event]:
-        """Reads a chunk of waiting prompts, writes a token of every other request, and returns
-        what was written."""
+        """Reads a chunk of waiting prompts, writes a token of every other request, or as many as a
+        draft has guessed and one more, and returns what was written."""
         self._admit()
         reading = [
             s for s, row in enumerate(self.rows) if row and row.read < len(row.request.prompt)
@@ -252,10 +248,13 @@ class Engine:
             drawn = jax.device_get(read)
             for index, slot in enumerate(reading):
                 if (row := self.rows[slot]).read == len(row.request.prompt):
-                    events.append(self._receive(slot, drawn, index))
+                    events.extend(self._receive(slot, drawn, index))
         if wrote is not None:
             drawn = jax.device_get(wrote)
-            events.extend(self._receive(slot, drawn, slot) for slot in writing)
+            for slot in writing:
+                self.guessed += self._count(self.rows[slot]) - 1
+                self.right += int(drawn.count[slot]) - 1
+                events.extend(self._receive(slot, drawn, slot))
         return events
 
     def score(
@@ -267,7 +266,7 @@ class Engine:
         row[0, : len(tokens)] = tokens
         adapter_B = np.full(2, self.adapters.index(adapter), np.int32)
         with self._on_mesh():
-            logprobs, ids, values = jax.device_get(self._score(self._params, row, adapter_B))
+            logprobs, ids, values = jax.device_get(self._score(self._params[0], row, adapter_B))
         found = []
         for at in range(len(tokens) - 1):
             best = zip(ids[at, :top].tolist(), values[at, :top].tolist(), strict=True)
@@ -300,7 +299,7 @@ class Engine:
             tokens_BT[index, : len(row)], count_B[index] = row, len(row)
         adapter_B = np.full(self._readers, self.adapters.index(adapter), np.int32)
         with self._on_mesh():
-            found = self._embed(self._params, tokens_BT, count_B, adapter_B, pooling == "last")
+            found = self._embed(self._params[0], tokens_BT, count_B, adapter_B, pooling == "last")
         return jax.device_get(found)[: len(rows)]
 
     def _padded(self, length: int) -> int:
@@ -331,7 +330,7 @@ class Engine:
                 array[slot] = value
             self._adapter[slot] = self.adapters.index(request.adapter)
 
-    def _read(self, slots: Sequence[int]) -> _Drawn:
+    def _read(self, slots: Sequence[int]) -> Drawn:
         B, C = self._readers, self.chunk
         tokens_BC = np.zeros((B, C), np.int32)
         start_B, count_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
@@ -348,42 +347,50 @@ class Engine:
         own = np.zeros(B, np.int32)
         own[: len(slots)] = slots
         table = np.where(np.arange(B)[:, None] < len(slots), self._table[own], 0)
-        want = any(self.rows[slot].request.top_logprobs for slot in slots)
-        sampling = RowSampling(*(x[own] for x in self._sampling))
-        return self._call(table, tokens_BC, start_B, count_B, sampling, want, self._adapter[own])
+        return self._call(self._reads, slots, own, table, tokens_BC, start_B, count_B)
 
-    def _write(self, slots: Sequence[int]) -> _Drawn:
+    def _write(self, slots: Sequence[int]) -> Drawn:
         B = len(self.rows)
         start_B, count_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
         for slot in slots:
             row = self.rows[slot]
-            start_B[slot], count_B[slot] = len(row.request.prompt) + row.written - 1, 1
+            start_B[slot] = len(row.request.prompt) + row.written - 1
+            count_B[slot] = self._count(row)
         table = np.where(count_B[:, None] > 0, self._table, 0)
-        want = any(self.rows[slot].request.top_logprobs for slot in slots)
         last_B1 = self._last[:, None]
-        return self._call(table, last_B1, start_B, count_B, self._sampling, want, self._adapter)
+        return self._call(self._writes, slots, np.arange(B), table, last_B1, start_B, count_B)
 
-    def _call(self, *given: Any) -> _Drawn:
+    def _count(self, row: _Row) -> int:
+        """Most tokens that a row may be written in a step."""
+        return min(1 + self._drafts, row.request.max_tokens - row.written)
+
+    def _call(self, program, slots, own, table, tokens_BC, start_B, count_B) -> Drawn:
+        sampling = RowSampling(*(x[own] for x in self._sampling))
+        want = any(self.rows[slot].request.top_logprobs for slot in slots)
+        rows = Rows(table, tokens_BC, start_B, count_B, sampling, want, self._adapter[own])
         # Copies: what is handed over is read while the host goes on.
-        given = jax.tree.map(np.array, given)
+        rows = jax.tree.map(np.array, rows)
         with self._on_mesh():
-            self._k, self._v, drawn = self._run(self._params, self._k, self._v, *given)
+            self._caches, drawn = program(self._params, self._caches, rows)
         return drawn
 
-    def _receive(self, slot: int, drawn: _Drawn, index: int) -> Event:
-        row = self.rows[slot]
-        request, token = row.request, int(drawn.tokens_B[index])
-        row.written += 1
-        self._last[slot] = token
-        reason = "length" if row.written == request.max_tokens else None
-        reason = "stop" if token in request.ends else reason
-        n = request.top_logprobs
-        top = drawn.top_tokens[index, :n].tolist(), drawn.top_logprobs[index, :n].tolist()
-        if reason:
-            self._leave(slot)
-        return Event(
-            row.number, token, float(drawn.logprobs_B[index]), tuple(zip(*top, strict=True)), reason
-        )
+    def _receive(self, slot: int, drawn: Drawn, index: int) -> list[Event]:
+        row, events = self.rows[slot], []
+        request, n = row.request, row.request.top_logprobs
+        for at in range(drawn.count[index]):
+            token = int(drawn.tokens[index, at])
+            row.written += 1
+            self._last[slot] = token
+            reason = "length" if row.written == request.max_tokens else None
+            reason = "stop" if token in request.ends else reason
+            tops = drawn.top_tokens[index, at, :n], drawn.top_logprobs[index, at, :n]
+            top = tuple(zip(*(x.tolist() for x in tops), strict=True))
+            logprob = float(drawn.logprobs[index, at])
+            events.append(Event(row.number, token, logprob, top, reason))
+            if reason:
+                self._leave(slot)
+                break
+        return events
 
     def _leave(self, slot: int) -> None:
         self.pool.give_back(self.rows[slot].pages)
@@ -408,56 +415,27 @@ def _key_heads(model: DecoderConfig) -> int:
     return int(np.lcm(heads, parts)) if model.heads % parts == 0 else heads
 
 
-def _advance(
-    decoder: Decoder,
-    params: Mapping[str, Any],
-    k: jax.Array,
-    v: jax.Array,
-    table: jax.Array,
-    tokens_BC: jax.Array,
-    start_B: jax.Array,
-    count_B: jax.Array,
-    sampling: RowSampling,
-    want: jax.Array,
-    adapter_B: jax.Array,
-) -> tuple[jax.Array, jax.Array, _Drawn]:
-    """Reads a chunk of each row, and draws the token that follows it."""
-    params = choose(params, adapter_B)
-    logits_BV, pages = decoder.extend(params, Pages(k, v, table), tokens_BC, start_B, count_B)
-    tokens_B, logprobs_BV = draw_rows(sampling, logits_BV, start_B + count_B)
-    top = min(TOP, logits_BV.shape[1])
-    B = len(tokens_B)
-    nothing = jnp.zeros((B, top), logprobs_BV.dtype), jnp.zeros((B, top), jnp.int32)
-    values, ids = jax.lax.cond(
-        want, lambda: tuple(jax.lax.top_k(logprobs_BV, top)), lambda: nothing
-    )
-    own_B = jnp.take_along_axis(logprobs_BV, tokens_B[:, None], axis=1)[:, 0]
-    return pages.k, pages.v, _Drawn(tokens_B, own_B, ids, values)
+def _empty(
+    model: DecoderConfig, params: Any, pages: int, page: int, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of pages that nothing has been read into."""
+    shape = (model.layers, pages, _key_heads(model), page, model.block.head_dim)
+    dtype, split = jax.tree.leaves(params)[0].dtype, None
+    if mesh is not None:
+        parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
+        split = NamedSharding(mesh, parts)
+    return jnp.zeros(shape, dtype, device=split), jnp.zeros(shape, dtype, device=split)
 
 
-def _scored(
-    model: DecoderConfig, params: Mapping[str, Any], tokens_BT: jax.Array, adapter_B: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities [T - 1] of the first row's tokens, and the most probable ones."""
-    logits_TV = decoders.logits(model, choose(params, adapter_B), tokens_BT)[0, :-1]
-    logprobs_TV = jax.nn.log_softmax(logits_TV.astype(jnp.float32))
-    own_T = jnp.take_along_axis(logprobs_TV, tokens_BT[0, 1:, None], axis=1)[:, 0]
-    values, ids = jax.lax.top_k(logprobs_TV, min(TOP, logprobs_TV.shape[1]))
-    return own_T, ids, values
-
-
-def _embedded(
-    model: DecoderConfig,
-    params: Mapping[str, Any],
-    tokens_BT: jax.Array,
-    count_B: jax.Array,
-    adapter_B: jax.Array,
-    last: jax.Array,
-) -> jax.Array:
-    """Hidden states of each row's tokens, pooled, [B, D] float32 of unit length."""
-    x_BTD = decoders.hidden(model, choose(params, adapter_B), tokens_BT).astype(jnp.float32)
-    at_T, ends_B1 = jnp.arange(tokens_BT.shape[1]), count_B[:, None]
-    pooled_BT = jnp.where(last, at_T == ends_B1 - 1, at_T < ends_B1)
-    # Of what is not finite in padding, which is read by nobody, 0 times would be NaN.
-    x_BD = jnp.where(pooled_BT[..., None], x_BTD, 0).sum(1)
-    return x_BD / jnp.maximum(jnp.linalg.norm(x_BD, axis=-1, keepdims=True), 1e-12)
+def _check_draft(draft: DecoderConfig, model: DecoderConfig, longest: int, drafts: int) -> None:
+    if drafts < 1:
+        raise ValueError(f"`drafts` is {drafts}: give at least 1 token")
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"`draft` has {draft.vocab_size} tokens, and the model {model.vocab_size}: give one of "
+            "the same tokens"
+        )
+    if draft.positions == "learned" and draft.seq_len < longest:
+        raise ValueError(
+            f"`draft` has {draft.seq_len} learned positions: give a `longest` of at most that"
+        )

@@ -226,6 +226,8 @@ def _metrics(worker: Worker, numbers: Numbers) -> str:
     tell("steps_total", "counter", "Steps of the engine.", ("", worker.steps))
     tell("prompt_tokens_total", "counter", "Tokens of prompts.", ("", numbers.read))
     tell("written_tokens_total", "counter", "Tokens written.", ("", worker.written))
+    tell("draft_tokens_total", "counter", "Tokens that a draft has guessed.", ("", engine.guessed))
+    tell("draft_right_total", "counter", "Guesses that were right.", ("", engine.right))
     first = [(f'_bucket{{le="{limit:g}"}}', numbers.first[limit]) for limit in BUCKETS]
     first.append(('_bucket{le="+Inf"}', numbers.first_count))
     first += [("_sum", f"{numbers.first_sum:.6f}"), ("_count", numbers.first_count)]

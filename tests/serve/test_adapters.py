@@ -73,7 +73,7 @@ def test_rows_of_one_batch_have_their_own_adapters():
     for at, name in enumerate(names):
         # In other company, and from pages that another has read, the same bits.
         assert bits[at] == bits[at + 4] == answers(engine, [asked(beginning, name)])[0]
-        alone._params = merge(whole[name]) if name else plain
+        alone._params = [merge(whole[name]) if name else plain]
         alone.pool.forget()
         ((expected,), (likely,)) = told(alone, [asked(beginning, None)])
         assert tokens[at] == expected
@@ -121,7 +121,7 @@ def test_a_mesh_writes_the_adapters_same_tokens():
     placed = jax.device_put(plain, param_shardings(plain, mesh, rules))
     requests = [asked(prompts(3, 11)[0], name) for name in (None, *CHANGES)]
     split = Engine(config, placed, **SIZES, adapters=kernels, mesh=mesh)
-    assert not split._params["blocks"]["attn"]["q"]["kernel"].b.sharding.is_fully_replicated
+    assert not split._params[0]["blocks"]["attn"]["q"]["kernel"].b.sharding.is_fully_replicated
     whole = Engine(config, plain, **SIZES, adapters=kernels)
     assert told(split, requests)[0] == told(whole, requests)[0]
 

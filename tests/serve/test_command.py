@@ -8,22 +8,23 @@ import socket
 import subprocess
 import sys
 import types
+import urllib.request
 
 import jax
 import pytest
 
 from experiments.gpt import Config, build
 from jaxtrain import hf
-from jaxtrain.data import ByteTokenizer
+from jaxtrain.data import ByteTokenizer, SubwordTokenizer
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import main
-from jaxtrain.serve import opening
+from jaxtrain.serve import command, opening
 from jaxtrain.serve.command import listen, reader_of, template_of
-from jaxtrain.serve.opening import open_decoder
+from jaxtrain.serve.opening import Opened, open_decoder
 from jaxtrain.sharding.mesh import make_mesh
 from tests.commands import refused
 from tests.experiments.test_gpt import SMALL
@@ -51,6 +52,8 @@ def run(tmp_path_factory):
         (["--pages", "1"], "--pages is 1: a request of 32 tokens takes 1"),
         (["--chat-template", "nowhere"], "nowhere"),
         (["--step", "77"], "77"),
+        (["--draft-tokens", "0"], "--draft-tokens is 0"),
+        (["--draft", "nowhere"], "nowhere"),
         (["--adapter", "poet"], "--adapter is 'poet': give NAME=FOLDER"),
         (["--adapter", "poet=nowhere"], "nowhere"),
     ],
@@ -180,6 +183,15 @@ def test_prompts_of_a_hugging_face_folder_are_transformers_tokens(kind, tmp_path
     assert request.prompt == (theirs("")["input_ids"] or [opened.tokenizer.eod])
 
 
+def test_a_draft_of_other_tokens_is_refused():
+    pytest.importorskip("tokenizers")
+    words = SubwordTokenizer.train([b"to be"], 257)
+    ours, theirs = (Opened(None, None, x, "x", ((), ())) for x in (ByteTokenizer(), words))
+    command.check_tokens(ours, ours)
+    with pytest.raises(ValueError, match="--draft is 'x', whose tokens are not those of"):
+        command.check_tokens(theirs, ours)
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):
     pytest.importorskip("uvicorn")
     assert "is neither a run nor" in refused(capsys, "serve", str(tmp_path))
@@ -189,22 +201,23 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):
 def test_a_run_is_served_until_a_signal_lets_open_requests_end(run, tmp_path):
     pytest.importorskip("uvicorn")
     openai = pytest.importorskip("openai")
-    command = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--page", "8"]
-    command += ["--chunk", "8", "--simulate-devices", "2", "--tensor", "2"]
+    line = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--page", "8"]
+    line += ["--chunk", "8", "--simulate-devices", "2", "--tensor", "2"]
+    line += ["--draft", run, "--draft-tokens", "3"]  # itself: the model is right
     model, params, tokenizer = trained.load(run)
     change = LoRA(2, alpha=200.0)
     changed = with_additions(change, params, 0)
     config = json.loads(json.dumps({**trained.stored(run), **change.record}))
     with Checkpointer(tmp_path / "poet" / "checkpoints") as checkpoints:
         checkpoints.save(1, {"params": jax.device_get(changed)}, config=config)
-    command += ["--adapter", f"poet={tmp_path / 'poet'}"]
+    line += ["--adapter", f"poet={tmp_path / 'poet'}"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            line = process.stdout.readline()
-            assert "is served on http://127.0.0.1:" in line
-            port = int(line.split("127.0.0.1:")[1].split("/")[0])
+            said = process.stdout.readline()
+            assert "is served on http://127.0.0.1:" in said
+            port = int(said.split("127.0.0.1:")[1].split("/")[0])
             prompt = [tokenizer.eod, *tokenizer.encode("to be").tolist()]
             given = {"max_new_tokens": 20, "temperature": 0, "eod": tokenizer.eod}
             expected = tokenizer.decode(generate(model, params, [prompt], **given)[0])
@@ -216,6 +229,12 @@ def test_a_run_is_served_until_a_signal_lets_open_requests_end(run, tmp_path):
             assert (told.model, told.choices[0].text) == ("poet", other)
             assert [each.id for each in client.models.list()] == ["run", "poet"]
             client.close()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+                numbers = dict(x.rsplit(" ", 1) for x in page.read().decode().splitlines())
+            guessed, right = (
+                int(numbers[f"jaxtrain_draft_{name}_total"]) for name in ("tokens", "right")
+            )
+            assert 5 < right <= guessed
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
             connection.request("POST", "/v1/completions", json.dumps(asked | {"stream": True}))
             answer = connection.getresponse()
