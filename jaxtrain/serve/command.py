@@ -7,7 +7,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ import tyro
 
 from jaxtrain.data.chat import ChatTemplate, load_template
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.host import extras
+from jaxtrain.host import distributed, extras
 from jaxtrain.host.least import check_least
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
@@ -23,6 +25,7 @@ from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
+from jaxtrain.serve.front import REPLICA, Replica, make_front
 from jaxtrain.serve.opening import Opened, open_adapter, open_decoder
 from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
@@ -79,6 +82,9 @@ class ServeOptions:
     """Tokens that the draft guesses in a step."""
     tensor: int = 1
     """Devices that heads, MLP width and vocabulary are split over."""
+    replicas: int = 1
+    """Processes that each serve the model, on GPUs of their own, behind one address; a request goes
+    to one that has read its beginning, or has the least to do."""
     simulate_devices: int = 0
     """Serve on this many simulated CPU devices; 0 on the real ones."""
 
@@ -86,20 +92,29 @@ class ServeOptions:
 def run_serve(options: ServeOptions, rest: list[str]) -> int:
     """Serves until a signal ends it."""
     del rest
-    check_least(options, port=0, max_requests=1, drain_seconds=0, tensor=1, draft_tokens=1)
+    check_least(
+        options, port=0, max_requests=1, drain_seconds=0, tensor=1, draft_tokens=1, replicas=1
+    )
     if options.port >= 2**16:
         raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
     if not options.max_seconds > 0:
         raise ValueError(f"--max-seconds is {options.max_seconds}: give more than 0 seconds")
     extras.load("a server needs uvicorn", "serve", "uvicorn")
     extras.load("a server needs starlette", "serve", "starlette")
+    name = options.name or os.path.basename(os.path.abspath(options.model))
+    given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
+    limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
+    _log_requests()
+    if options.replicas > 1:
+        return _serve_replicas(options, limits, name=name, **given)
+    if REPLICA in os.environ:
+        threading.Thread(target=_end_with_the_front, daemon=True).start()
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
     if options.tensor > len(jax.devices()):
         raise ValueError(f"--tensor is {options.tensor}: {len(jax.devices())} devices are here")
     mesh = make_mesh(tensor=options.tensor, devices=jax.devices()[: options.tensor])
     opened = open_decoder(options.model, mesh=mesh, step=options.step)
-    name = options.name or os.path.basename(os.path.abspath(opened.folder))
     adapters = _adapters(options.adapter, name, opened)
     draft = None
     if options.draft is not None:
@@ -121,13 +136,61 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         drafts=options.draft_tokens,
     )
     reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
-    _log_requests()
     engine.warm_up()
-    limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
     app = make_app(engine, reader, limits=limits, key=os.environ.get(KEY) or None)
-    given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
     listen(app, name=name, **given)
     return 0
+
+
+def _serve_replicas(options: ServeOptions, limits: Limits, *, name: str, **given: Any) -> int:
+    command, environments = replica_command(options), replica_environments(options, os.environ)
+    replicas = [Replica(command, environ) for environ in environments]
+    for replica in replicas:
+        replica.start()
+    try:
+        for replica in replicas:
+            replica.wait()
+        listen(make_front(replicas, limits=limits), name=name, **given)
+    finally:
+        for replica in replicas:
+            replica.close()
+        for replica in replicas:
+            replica.join(options.drain_seconds)
+    return 0
+
+
+def replica_command(options: ServeOptions) -> list[str]:
+    """Returns the line that serves as one replica of several."""
+    alone = dataclasses.replace(options, replicas=1, host="127.0.0.1", port=0)
+    command = [sys.executable, "-m", "jaxtrain", "serve", options.model]
+    for field in dataclasses.fields(alone):
+        value, flag = getattr(alone, field.name), f"--{field.name.replace('_', '-')}"
+        if field.name != "model" and value != field.default:
+            values = value if isinstance(value, tuple) else (value,)
+            command += [f"{flag}={each}" for each in values]
+    return command
+
+
+def replica_environments(options: ServeOptions, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """Returns the variables of each replica, which sees GPUs of its own."""
+    gpus = distributed.count_gpus(environ)
+    is_cpu = options.simulate_devices or environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    if is_cpu or not gpus:
+        return [dict(environ)] * options.replicas
+    if options.replicas * options.tensor > gpus:
+        raise ValueError(
+            f"--replicas is {options.replicas}: with --tensor {options.tensor} they need "
+            f"{options.replicas * options.tensor} GPUs, and {gpus} are here"
+        )
+    named = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    parts = (named[i * options.tensor :][: options.tensor] for i in range(options.replicas))
+    return [{**environ, "CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def _end_with_the_front() -> None:
+    """Ends this replica when the front, however it ends, closes its standard input."""
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def listen(app: Any, *, name: str, host: str, port: int, drain_seconds: int) -> None:

@@ -50,26 +50,12 @@ def make_app(
 
     def refused(status: int, sentence: str) -> Response:
         numbers.answers[status] += 1
-        if len(sentence) > 400:  # It quotes what it was given.
-            sentence = f"{sentence[:200]} ... {sentence[-200:]}"
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-        error = {"message": sentence, "type": kind, "param": None, "code": None}
-        return JSONResponse({"error": error}, status)
+        return refusal(status, sentence)
 
     def is_known(request: Any) -> bool:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         # Headers are bytes, which are told as Latin-1.
         return key is None or hmac.compare_digest(given.encode("latin-1"), key.encode())
-
-    async def body_of(request: Any) -> bytes | None:
-        """The body; None where it is over the limit, of which no more is read."""
-        found = bytearray()
-        async for chunk in request.stream():
-            found += chunk
-            if len(found) > limits.body:
-                return None
-        return bytes(found)
 
     async def completions(request: Any) -> Response:
         return await answer(request, functools.partial(completion, chat=False))
@@ -96,7 +82,7 @@ def make_app(
         numbers.live += 1
         try:
             async with asyncio.timeout(limits.seconds):
-                raw = await body_of(request)
+                raw = await body_of(request, limits.body)
             if raw is None:
                 return refused(413, f"the body is larger than {limits.body} bytes: send less")
             body = await asyncio.to_thread(_parsed, raw)
@@ -117,7 +103,7 @@ def make_app(
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             return Stream(own.stream(), media_type="text/event-stream", headers=headers)
         work = asyncio.ensure_future(own.whole())
-        watch = asyncio.ensure_future(_gone(request))
+        watch = asyncio.ensure_future(gone(request))
         try:
             await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -189,6 +175,28 @@ def make_app(
     return app
 
 
+def refusal(status: int, sentence: str) -> Any:
+    """Makes the answer that says why there is no other."""
+    from starlette.responses import JSONResponse
+
+    if len(sentence) > 400:  # It quotes what it was given.
+        sentence = f"{sentence[:200]} ... {sentence[-200:]}"
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    error = {"message": sentence, "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": error}, status)
+
+
+async def body_of(request: Any, most: int) -> bytes | None:
+    """Returns the body; None where it has more bytes than ``most``, and no more is read."""
+    found = bytearray()
+    async for chunk in request.stream():
+        found += chunk
+        if len(found) > most:
+            return None
+    return bytes(found)
+
+
 def _parsed(raw: bytes) -> Any:
     try:
         body = json.loads(raw)
@@ -199,7 +207,7 @@ def _parsed(raw: bytes) -> Any:
         raise ValueError(f"the body is no JSON ({error})") from None
 
 
-async def _gone(request: Any) -> None:
+async def gone(request: Any) -> None:
     """Returns when the client has gone away."""
     while not await request.is_disconnected():
         await asyncio.sleep(0.1)
