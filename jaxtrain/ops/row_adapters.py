@@ -25,8 +25,8 @@ class RowLowRank:
     """The kernel ``base`` for rows without an adapter, and for others ``base + scale * a @ b`` of
     their own, times a factor of each output where one of the adapters is DoRA's.
 
-    A row's product has the bits that it has in any company; that of a row without an adapter has
-    those of ``base`` alone.
+    A row's product has the bits that it has in any company; that of a row without an adapter is
+    that of ``base`` alone.
 
     Args:
       base: [..., D, F], an array or another kernel.

@@ -77,10 +77,10 @@ class Replica(threading.Thread):
             self._closing.wait(pause)
 
     def wait(self) -> None:
-        """Waits until it listens; raises RuntimeError where it has ended before."""
+        """Waits until it listens; raises ValueError where it has ended before."""
         self._tried.wait()
         if self.port is None:
-            raise RuntimeError("a replica ended before it listened: its reason stands above")
+            raise ValueError("a replica ended before it listened: its reason stands above")
 
     def fail(self) -> None:
         """Ends the process, whose engine has failed, so that it is started again."""

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -80,18 +81,15 @@ def test_rows_of_one_batch_have_their_own_adapters():
         np.testing.assert_allclose(logprobs[at], likely, atol=1e-4)
         if name is None:
             assert bits[at] == answers(alone, [asked(beginning, None)])[0]
-        scored = engine.score(beginning, adapter=name)
-        np.testing.assert_allclose(
-            [x for x, _ in scored], [x for x, _ in alone.score(beginning)], atol=1e-4
-        )
     assert len({x[0] for x in logprobs}) == 4
     assert engine.programs == 2
     assert engine.pool.free == engine.pool.count - 1
 
 
 @pytest.mark.slow
-def test_company_of_other_adapters_changes_no_bit():
-    config, plain = model_of("llama")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_company_of_other_adapters_changes_no_bit(dtype):
+    config, plain = model_of("llama", dtype)
     engine = Engine(config, plain, **SIZES, adapters=adapted()[1])
     names, rng = [None, *CHANGES], np.random.default_rng(0)
     own = [
@@ -99,6 +97,9 @@ def test_company_of_other_adapters_changes_no_bit():
         for i, prompt in enumerate(prompts(1, 1, 5, 8, 17, 16, 20, 9, 3))
     ]
     alone = [answers(engine, [request])[0] for request in own]
+    if dtype == jnp.float32:
+        without = Engine(config, plain, **SIZES)
+        assert [answers(without, [each])[0] for each in own[::4]] == alone[::4]
     for trial in range(30):
         others = [
             asked(prompt, names[rng.integers(4)], temperature=1.0, seed=trial)

@@ -158,29 +158,45 @@ def write_tokenizer(folder, kind):
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
 
 
+def reader_for(kind, folder):
+    """What reads requests for a model with such files."""
+    write_tokenizer(folder, kind)
+    config = decoder.DecoderConfig(vocab_size=270, seq_len=64, layers=1, width=16, heads=2)
+    hf.save(folder / "model", config, decoder.init(config, jax.random.key(0)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).rename(folder / "model" / name)
+    opened = open_decoder(str(folder / "model"), mesh=make_mesh(data=1, devices=jax.devices()[:1]))
+    return reader_of(opened, ("m",), None, 64)
+
+
+def prompt_of(reader, **body):
+    (request,) = reader.read(body, chat="messages" in body, seed=0).requests
+    return request.prompt
+
+
+def test_a_text_begins_with_the_token_that_a_model_has_for_it(tmp_path):
+    reader = reader_for("llama3", tmp_path)
+    tokens = reader.tokenizer.encode("to be").tolist()
+    assert prompt_of(reader, prompt="to be") == [reader.tokenizer.special_id(b"<s>"), *tokens]
+    messages = [{"role": "user", "content": "to be"}]
+    assert prompt_of(reader, messages=messages).count(reader.tokenizer.special_id(b"<s>")) == 1
+    assert reader.tokenizer.eod not in prompt_of(reader, messages=messages)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*bits per byte")
 @pytest.mark.parametrize("kind", ["llama3", "llama2", "gpt2"])
 def test_prompts_of_a_hugging_face_folder_are_transformers_tokens(kind, tmp_path):
-    library = models.transformers()
-    write_tokenizer(tmp_path, kind)
-    config = decoder.DecoderConfig(vocab_size=270, seq_len=64, layers=1, width=16, heads=2)
-    hf.save(tmp_path / "model", config, decoder.init(config, jax.random.key(0)))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).rename(tmp_path / "model" / name)
-    folder = str(tmp_path / "model")
-    opened = open_decoder(folder, mesh=make_mesh(data=1, devices=jax.devices()[:1]))
-    reader = reader_of(opened, ("m",), None, 64)
-    theirs = library.AutoTokenizer.from_pretrained(folder)
+    library, reader = models.transformers(), reader_for(kind, tmp_path)
+    theirs = library.AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in ("to be", " or\nnot", "n\u00e9 <|turn|>x"):
-        (request,) = reader.read({"prompt": text}, chat=False, seed=0).requests
-        assert request.prompt == theirs(text)["input_ids"]
-    assert (request.prompt[0] == theirs.convert_tokens_to_ids("<s>")) == (kind != "gpt2")
+        prompt = prompt_of(reader, prompt=text)
+        assert prompt == theirs(text)["input_ids"]
+    assert (prompt[0] == theirs.convert_tokens_to_ids("<s>")) == (kind != "gpt2")
     messages = [{"role": "user", "content": "to be"}]
-    (request,) = reader.read({"messages": messages}, chat=True, seed=0).requests
     given = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-    assert request.prompt == theirs.apply_chat_template(messages, **given)
-    (request,) = reader.read({"prompt": ""}, chat=False, seed=0).requests
-    assert request.prompt == (theirs("")["input_ids"] or [opened.tokenizer.eod])
+    assert prompt_of(reader, messages=messages) == theirs.apply_chat_template(messages, **given)
+    assert prompt_of(reader, prompt="") == (theirs("")["input_ids"] or [reader.tokenizer.eod])
 
 
 def test_a_draft_of_other_tokens_is_refused():

@@ -110,6 +110,7 @@ def test_company_changes_no_bit_where_a_draft_proposes():
         assert engine.pool.free == engine.pool.count - 1
 
 
+@pytest.mark.slow
 def test_tokens_that_a_draft_has_proposed_have_the_model_s_distribution():
     """Three tokens after a prompt, by 3,000 seeds, against the product of the model's own
     probabilities: chi-square."""
