@@ -71,7 +71,8 @@ class RowLowRank:
 
 
 def with_adapters(params: PyTree, adapters: Mapping[str, Additions]) -> PyTree:
-    """Puts :class:`RowLowRank` kernels in the place of those that any of the adapters adds to.
+    """Puts :class:`RowLowRank` kernels, whose own parts lie on the host, in the place of those that
+    any of the adapters adds to.
 
     Args:
       adapters: kernels by path and by the adapter's name; their own ``base`` is not read.
@@ -125,9 +126,8 @@ def _stacked(base: Any, shape: Sequence[int], found: Sequence[LowRank | Dora | N
             whole = dataclasses.replace(low, base=base, a=jnp.asarray(low.a), b=jnp.asarray(low.b))
             factor[..., at, :] = kernel.magnitude / norms(whole.merged())
     dtype = jax.eval_shape(merge, base).dtype
-    a, b, scale = jnp.asarray(a, dtype), jnp.asarray(b, dtype), jnp.asarray(scale)
     has_dora = any(isinstance(kernel, Dora) for kernel in found)
-    return RowLowRank(base, a, b, scale, jnp.asarray(factor) if has_dora else None)
+    return RowLowRank(base, a.astype(dtype), b.astype(dtype), scale, factor if has_dora else None)
 
 
 def choose(params: PyTree, rows_B: jax.Array) -> PyTree:

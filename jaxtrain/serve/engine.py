@@ -162,10 +162,11 @@ class Engine:
         self._drafts = 0 if draft is None else drafts
         with self._on_mesh():
             if adapters:
-                params = with_adapters(params, adapters)
+                params, places = with_adapters(params, adapters), None
                 if mesh is not None:
                     rules = kernel_rules(decoders.RULES, params)
-                    params = jax.device_put(params, param_shardings(params, mesh, rules))
+                    places = param_shardings(params, mesh, rules)
+                params = jax.device_put(params, places)
             both = [(model, params), *([draft] if draft else [])]
             self._caches = [_empty(*each, pages, page, mesh) for each in both]
         models, self._params = [CausalDecoder(each) for each, _ in both], [p for _, p in both]
