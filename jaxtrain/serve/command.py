@@ -189,7 +189,8 @@ def replica_environments(options: ServeOptions, environ: Mapping[str, str]) -> l
 
 def _end_with_the_front() -> None:
     """Ends this replica when the front, however it ends, closes its standard input."""
-    sys.stdin.read()
+    while os.read(0, 1):  # Not sys.stdin, whose lock would stand in the way of the program's end.
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -319,19 +319,24 @@ def make_front(replicas: Sequence[Replica], *, limits: Limits = DEFAULT_LIMITS) 
 def summed(texts: Sequence[str]) -> str:
     """Returns the metrics of several servers as those of one: each value is their sum.
 
-    >>> print(summed(["# TYPE a counter\\na 1\\n", "# TYPE a counter\\na 2\\n"]), end="")
-    # TYPE a counter
+    >>> print(summed(["# HELP a b\\na 1\\n", "# HELP a b\\na 2\\na{c=1} 3\\n"]), end="")
+    # HELP a b
     a 3
+    a{c=1} 3
     """
-    values: dict[str, float] = {}
-    for name, _, value in (each.rpartition(" ") for text in texts for each in text.splitlines()):
-        if not name.startswith("#"):
-            values[name] = values.get(name, 0.0) + float(value)
-    lines: dict[str, None] = {}
-    for each in (each for text in texts for each in text.splitlines()):
-        name = each.rpartition(" ")[0]
-        lines[each if each.startswith("#") else f"{name} {values[name]:.10g}"] = None
-    return "".join(f"{each}\n" for each in lines)
+    # By what is said of a metric, its values by name and label.
+    found: dict[str, dict[str, float]] = collections.defaultdict(
+        lambda: collections.defaultdict(float)
+    )
+    for metric in (x for text in texts for x in re.split("^(?=# HELP)", text, flags=re.MULTILINE)):
+        lines = metric.splitlines()
+        said = "".join(f"{each}\n" for each in lines if each.startswith("#"))
+        for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#")):
+            found[said][name] += float(value)
+    return "".join(
+        said + "".join(f"{name} {value:.10g}\n" for name, value in values.items())
+        for said, values in found.items()
+    )
 
 
 def _own(replicas: Sequence[Replica]) -> str:

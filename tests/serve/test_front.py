@@ -58,7 +58,7 @@ class StandIn:
         part = lambda data: writer.write(b"%x\r\n%s\r\n" % (len(data), data))  # noqa: E731
         if "GET /metrics" in head:
             send(200, "text/plain")
-            part(b'# TYPE a counter\na 2\nb{c="d"} 1.5\n')
+            part(b'# HELP a b\n# TYPE a counter\na 2\nb{c="d"} 1.5\n')
         elif self.stalls:
             await reader.read()
             self.left.set()
