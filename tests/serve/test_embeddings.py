@@ -51,6 +51,7 @@ def test_an_embedding_is_transformers_pooled_hidden_state(tmp_path):
         np.testing.assert_allclose(found, expected / np.linalg.norm(expected), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_openai_s_client_reads_embeddings_in_the_order_of_its_texts(server):
     openai = pytest.importorskip("openai")
     texts = ["hello", "a much longer text than that", "hi", "you"]
