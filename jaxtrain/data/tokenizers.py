@@ -350,6 +350,11 @@ class SubwordTokenizer(_BytePieces):
         return tuple(tuple(id for id, side in part if side is None) for part in groups)
 
     @property
+    def beginning(self) -> tuple[int, ...]:
+        """The special tokens that the file puts before a text, such as Llama's `<s>`."""
+        return self.around[0]
+
+    @property
     def special_pattern(self) -> str:
         """A pattern of the special tokens, with the white space that they take in."""
         found = [

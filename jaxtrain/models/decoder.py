@@ -268,6 +268,13 @@ def logits(
     return head_logits(config, params, x_BTD)
 
 
+def hidden(config: DecoderConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:
+    """Returns the hidden states [B, T, D] that the output projection multiplies."""
+    batch = {"tokens": tokens_BT}
+    x_BTD = run_layers(stages(config), params, embed(config, params, batch), batch, None)
+    return _final_norm(config, params, x_BTD)
+
+
 def embed(
     config: DecoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:

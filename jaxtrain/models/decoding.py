@@ -198,6 +198,15 @@ class CausalDecoder:
         return self._logits(params, x_BPD, lengths_B), Cache(k, v)
 
     def extend(self, params, cache, tokens_BC, start_B, count_B):
+        x_BCD, cache = self._extended(params, cache, tokens_BC, start_B, count_B)
+        return self._logits(params, x_BCD, count_B), cache
+
+    def extend_every(self, params, cache, tokens_BC, start_B, count_B):
+        """As :meth:`extend`, with the logits after every token, [B, C, V]."""
+        x_BCD, cache = self._extended(params, cache, tokens_BC, start_B, count_B)
+        return decoder.head_logits(self.config, params, x_BCD), cache
+
+    def _extended(self, params, cache, tokens_BC, start_B, count_B):
         positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
 
         def layer(layer_params, l, x_BCD, attend):
@@ -206,8 +215,7 @@ class CausalDecoder:
         batch = {"tokens": tokens_BC, "positions": positions_BC}
         x_BCD = decoder.embed(self.config, params, batch)
         attend = functools.partial(layers.step_attention, self.config.block)
-        x_BCD, cache = _read(params["blocks"], cache, x_BCD, start_B, count_B, layer, attend)
-        return self._logits(params, x_BCD, count_B), cache
+        return _read(params["blocks"], cache, x_BCD, start_B, count_B, layer, attend)
 
     def _layer(self, layer_params, l, x_BCD, positions_BC, attend):
         block = layers.apply(layers.Block, self.config.block, gather(layer_params, "blocks"))

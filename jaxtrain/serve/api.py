@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.serve.engine import TOP, Event, Request
+from jaxtrain.serve.engine import Event, Request
+from jaxtrain.serve.programs import TOP
 
 # Name: (kind, default, least, most).
 _NUMBERS: dict[str, tuple[type, Any, float, float]] = {
@@ -49,6 +50,7 @@ class Asked:
     Args:
       requests: one of each choice, ``n`` of each prompt.
       prompts: number of prompts.
+      model: the name that is answered by.
       stops: texts that end a choice; they are not part of it.
       logprobs: whether they are told.
       echo: whether a choice begins with its prompt.
@@ -58,6 +60,7 @@ class Asked:
     requests: tuple[Request, ...]
     prompts: int
     chat: bool
+    model: str
     stops: tuple[str, ...]
     logprobs: bool
     echo: bool
@@ -73,18 +76,23 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Reads requests for one model.
+    """Reads requests for one model and its adapters.
 
     Args:
+      models: the name of the model, and those of its adapters.
       longest: most tokens of a prompt and its answer.
       ends: tokens that end an answer.
       template: of chats; None refuses them.
+      begin: the tokens that a text follows, and those that a conversation does; an empty text
+        follows an end of document in any case.
     """
 
+    models: tuple[str, ...]
     tokenizer: Tokenizer
     longest: int
     ends: frozenset[int]
     template: ChatTemplate | None
+    begin: tuple[tuple[int, ...], tuple[int, ...]]
 
     def read(self, body: Any, *, chat: bool, seed: int) -> Asked:
         """Reads a body of JSON.
@@ -93,6 +101,7 @@ class Reader:
           seed: of a request that names none.
 
         Raises:
+          LookupError: there is no such model.
           ValueError: what is asked cannot be done, in one sentence.
         """
         if not isinstance(body, dict):
@@ -105,13 +114,14 @@ class Reader:
         for name, neutral in _NEUTRAL.items():
             if name in body and body[name] not in neutral:
                 raise ValueError(f"{name} is {body[name]!r}, which is not offered: leave it out")
+        model, adapter = self.model_of(body)
         given = {name: _number(body, name) for name in _NUMBERS}
         logprobs, top = _logprobs(body, chat)
         echo, stream = _flag(body, "echo"), _flag(body, "stream")
         options = body.get("stream_options", {})
         if not isinstance(options, dict) or options.keys() - {"include_usage"}:
             raise ValueError("stream_options must be an object with include_usage alone")
-        rows = [self._messages(body)] if chat else self._prompts(body)
+        rows = [self._messages(body)] if chat else self.rows({"prompt": ""} | body, "prompt")
         if len(rows) * given["n"] > MOST:
             raise ValueError(
                 f"{len(rows)} prompts with n={given['n']} ask for more than {MOST} answers"
@@ -143,29 +153,40 @@ class Reader:
                         number % 2**32,
                         self.ends,
                         top,
+                        adapter,
                     )
                 )
         usage = _flag(options, "include_usage")
-        return Asked(tuple(requests), len(rows), chat, _stops(body), logprobs, echo, stream, usage)
+        asked = tuple(requests), len(rows), chat, model, _stops(body)
+        return Asked(*asked, logprobs, echo, stream, usage)
 
-    def _prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
-        prompt = body.get("prompt", "")
+    def model_of(self, body: Mapping[str, Any]) -> tuple[str, str | None]:
+        """Returns the name of the model that is asked for, and that of the adapter, if it is one;
+        raises LookupError where there is none."""
+        model = body.get("model", self.models[0])
+        if model not in self.models:
+            raise LookupError(f"model is {model!r}: ask for {' or '.join(self.models)}")
+        return model, None if model == self.models[0] else model
+
+    def rows(self, body: Mapping[str, Any], name: str) -> list[list[int]]:
+        """Returns the tokens of a text, or of each of several, in a field of a body."""
+        prompt = body.get(name)
         is_list = isinstance(prompt, list) and bool(prompt)
         is_row = isinstance(prompt, str) or (is_list and all(type(x) is int for x in prompt))
         rows = [prompt] if is_row else prompt
         if not isinstance(rows, list) or not 1 <= len(rows) <= MOST:
-            raise ValueError("prompt must be a text, a list of tokens, or a list of such")
-        return [self._tokens(row) for row in rows]
+            raise ValueError(f"{name} must be a text, a list of tokens, or a list of such")
+        return [self._tokens(row, name) for row in rows]
 
-    def _tokens(self, prompt: Any) -> list[int]:
+    def _tokens(self, prompt: Any, name: str) -> list[int]:
         if isinstance(prompt, str):
-            # As in training, where a document's beginning follows the end of another.
-            return [self.tokenizer.eod, *encode_prompt(prompt, self.tokenizer).tolist()]
+            ids = [*self.begin[0], *encode_prompt(prompt, self.tokenizer).tolist()]
+            return ids or [self.tokenizer.eod]
         size = self.tokenizer.vocab_size
         if not isinstance(prompt, list) or not prompt:
-            raise ValueError("prompt must be a text, a list of tokens, or a list of such")
+            raise ValueError(f"{name} must be a text, a list of tokens, or a list of such")
         if not all(type(x) is int and 0 <= x < size for x in prompt):
-            raise ValueError(f"prompt must have whole numbers from 0 to {size - 1} for tokens")
+            raise ValueError(f"{name} must have whole numbers from 0 to {size - 1} for tokens")
         return prompt
 
     def _messages(self, body: Mapping[str, Any]) -> list[int]:
@@ -191,7 +212,7 @@ class Reader:
                 raise ValueError("a message's content must be text")
             plain.append({"role": each["role"], "content": content})
         ids, _ = next(encode_marked([self.template.prompt(plain)], self.tokenizer))
-        return [self.tokenizer.eod, *ids.tolist()]
+        return [*self.begin[1], *ids.tolist()]
 
 
 def _number(body: Mapping[str, Any], name: str) -> Any:
@@ -285,7 +306,7 @@ class Told:
 class Writer:
     """Writes the answers of one request."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer, model: str):
+    def __init__(self, asked: Asked, tokenizer: Tokenizer):
         kind = "chat.completion" if asked.chat else "text_completion"
         begin = "chatcmpl-" if asked.chat else "cmpl-"
         self._asked, self._tokenizer = asked, tokenizer
@@ -294,7 +315,7 @@ class Writer:
             "id": begin + uuid.uuid4().hex,
             "object": kind + chunk,
             "created": int(time.time()),
-            "model": model,
+            "model": asked.model,
         }
 
     def piece(self, event: Event) -> bytes:

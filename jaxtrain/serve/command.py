@@ -7,6 +7,9 @@ import logging
 import os
 import signal
 import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,14 +17,17 @@ import tyro
 
 from jaxtrain.data.chat import ChatTemplate, load_template
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.host import extras
+from jaxtrain.host import distributed, extras
 from jaxtrain.host.least import check_least
+from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
 from jaxtrain.run.main import simulate_devices
+from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import open_decoder
-from jaxtrain.serve.server import Limits, make_app
+from jaxtrain.serve.front import REPLICA, Replica, make_front
+from jaxtrain.serve.opening import Opened, open_adapter, open_decoder
+from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
 KEY = "JAXTRAIN_API_KEY"
@@ -42,6 +48,9 @@ class ServeOptions:
     """Which checkpoint of a run; left out, the best one."""
     name: str | None = None
     """The model's name in the API; left out, that of its folder."""
+    adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """An adapter as NAME=FOLDER, of a run trained by LoRA or of PEFT's files; requests name it as
+    their model. May be repeated."""
     chat_template: str | None = None
     """A chat template: chatml, plain, a file or a folder; left out, the model's own."""
     host: str = "127.0.0.1"
@@ -66,8 +75,16 @@ class ServeOptions:
     """Time limit of a request in seconds."""
     drain_seconds: int = 30
     """Seconds that open requests have to end in after SIGTERM."""
+    draft: str | None = None
+    """A smaller model of the same tokens, whose guesses the model reads at once: a run, a folder or
+    a name. The answers stay the model's own."""
+    draft_tokens: int = 4
+    """Tokens that the draft guesses in a step."""
     tensor: int = 1
     """Devices that heads, MLP width and vocabulary are split over."""
+    replicas: int = 1
+    """Processes that each serve the model, on GPUs of their own, behind one address; a request goes
+    to one that has read its beginning, or has the least to do."""
     simulate_devices: int = 0
     """Serve on this many simulated CPU devices; 0 on the real ones."""
 
@@ -75,19 +92,35 @@ class ServeOptions:
 def run_serve(options: ServeOptions, rest: list[str]) -> int:
     """Serves until a signal ends it."""
     del rest
-    check_least(options, port=0, max_requests=1, drain_seconds=0, tensor=1)
+    check_least(
+        options, port=0, max_requests=1, drain_seconds=0, tensor=1, draft_tokens=1, replicas=1
+    )
     if options.port >= 2**16:
         raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
     if not options.max_seconds > 0:
         raise ValueError(f"--max-seconds is {options.max_seconds}: give more than 0 seconds")
     extras.load("a server needs uvicorn", "serve", "uvicorn")
     extras.load("a server needs starlette", "serve", "starlette")
+    name = options.name or os.path.basename(os.path.abspath(options.model))
+    given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
+    limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
+    _log_requests()
+    if options.replicas > 1:
+        return _serve_replicas(options, limits, name=name, **given)
+    if REPLICA in os.environ:
+        threading.Thread(target=_end_with_the_front, daemon=True).start()
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
     if options.tensor > len(jax.devices()):
         raise ValueError(f"--tensor is {options.tensor}: {len(jax.devices())} devices are here")
     mesh = make_mesh(tensor=options.tensor, devices=jax.devices()[: options.tensor])
     opened = open_decoder(options.model, mesh=mesh, step=options.step)
+    adapters = _adapters(options.adapter, name, opened)
+    draft = None
+    if options.draft is not None:
+        guesses = open_decoder(options.draft, mesh=mesh)
+        check_tokens(guesses, opened)
+        draft = guesses.model, guesses.params
     engine = Engine(
         opened.model,
         opened.params,
@@ -98,21 +131,67 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         longest=options.longest,
         pages=options.pages,
         mesh=mesh,
+        adapters=adapters,
+        draft=draft,
+        drafts=options.draft_tokens,
     )
-    reader = Reader(
-        opened.tokenizer,
-        engine.longest,
-        ends_of(opened.folder, opened.tokenizer),
-        template_of(options.chat_template, opened.folder, opened.tokenizer),
-    )
-    _log_requests()
+    reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
     engine.warm_up()
-    name = options.name or os.path.basename(os.path.abspath(opened.folder))
-    limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
-    app = make_app(engine, reader, model=name, limits=limits, key=os.environ.get(KEY) or None)
-    given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
+    app = make_app(engine, reader, limits=limits, key=os.environ.get(KEY) or None)
     listen(app, name=name, **given)
     return 0
+
+
+def _serve_replicas(options: ServeOptions, limits: Limits, *, name: str, **given: Any) -> int:
+    command, environments = replica_command(options), replica_environments(options, os.environ)
+    replicas = [Replica(command, environ) for environ in environments]
+    for replica in replicas:
+        replica.start()
+    try:
+        for replica in replicas:
+            replica.wait()
+        listen(make_front(replicas, limits=limits), name=name, **given)
+    finally:
+        for replica in replicas:
+            replica.close()
+        for replica in replicas:
+            replica.join(options.drain_seconds)
+    return 0
+
+
+def replica_command(options: ServeOptions) -> list[str]:
+    """Returns the line that serves as one replica of several."""
+    alone = dataclasses.replace(options, replicas=1, host="127.0.0.1", port=0)
+    command = [sys.executable, "-m", "jaxtrain", "serve", options.model]
+    for field in dataclasses.fields(alone):
+        value, flag = getattr(alone, field.name), f"--{field.name.replace('_', '-')}"
+        if field.name != "model" and value != field.default:
+            values = value if isinstance(value, tuple) else (value,)
+            command += [f"{flag}={each}" for each in values]
+    return command
+
+
+def replica_environments(options: ServeOptions, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """Returns the variables of each replica, which sees GPUs of its own."""
+    gpus = distributed.count_gpus(environ)
+    is_cpu = options.simulate_devices or environ.get("JAX_PLATFORMS", "").startswith("cpu")
+    if is_cpu or not gpus:
+        return [dict(environ)] * options.replicas
+    if options.replicas * options.tensor > gpus:
+        raise ValueError(
+            f"--replicas is {options.replicas}: with --tensor {options.tensor} they need "
+            f"{options.replicas * options.tensor} GPUs, and {gpus} are here"
+        )
+    named = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    parts = (named[i * options.tensor :][: options.tensor] for i in range(options.replicas))
+    return [{**environ, "CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
+
+
+def _end_with_the_front() -> None:
+    """Ends this replica when the front, however it ends, closes its standard input."""
+    while os.read(0, 1):  # Not sys.stdin, whose lock would stand in the way of the program's end.
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def listen(app: Any, *, name: str, host: str, port: int, drain_seconds: int) -> None:
@@ -147,6 +226,40 @@ def _log_requests() -> None:
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     log.propagate = False
+
+
+def check_tokens(draft: Opened, opened: Opened) -> None:
+    """Raises ValueError where a draft has other tokens than the model."""
+    theirs, ours = (
+        x.tokenizer.token_pieces(range(x.tokenizer.vocab_size)) for x in (draft, opened)
+    )
+    if theirs != ours:
+        raise ValueError(
+            f"--draft is '{draft.folder}', whose tokens are not those of '{opened.folder}': give a "
+            "draft with the same tokenizer"
+        )
+
+
+def _adapters(named: Sequence[str], name: str, opened: Opened) -> dict[str, Additions]:
+    """Reads the adapters NAME=FOLDER beside a model of a name."""
+    found: dict[str, Additions] = {}
+    for each in named:
+        own, _, folder = each.partition("=")
+        if not own or not folder or own in (name, *found):
+            raise ValueError(
+                f"--adapter is {each!r}: give NAME=FOLDER, with a name that nothing else has here"
+            )
+        found[own] = open_adapter(folder, opened)
+    return found
+
+
+def reader_of(
+    opened: Opened, models: tuple[str, ...], chat_template: str | None, longest: int
+) -> Reader:
+    """Makes what reads a model's requests."""
+    ends = ends_of(opened.folder, opened.tokenizer)
+    template = template_of(chat_template, opened.folder, opened.tokenizer)
+    return Reader(models, opened.tokenizer, longest, ends, template, opened.begin)
 
 
 def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:

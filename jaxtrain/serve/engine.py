@@ -14,10 +14,10 @@ summed over pages in the row's order; a row draws by its own seed and position.
 Shapes: B rows, C tokens of a chunk, P pages of a row, V vocabulary.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,19 +28,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder, Decoder, Pages
-from jaxtrain.models.sampling import RowSampling, draw_rows
+from jaxtrain.models.decoding import CausalDecoder
+from jaxtrain.models.sampling import RowSampling
+from jaxtrain.ops.linear import kernel_rules
 from jaxtrain.ops.per_device import split_over
+from jaxtrain.ops.row_adapters import Additions, with_adapters
 from jaxtrain.serve.pages import PagePool, digests_of
-
-# Most alternatives that an event names.
-TOP = 20
+from jaxtrain.serve.programs import Drawn, Rows, advance, embedded, scored, speculate
+from jaxtrain.sharding.rules import param_shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What is asked: to continue ``prompt``, at least one token, by ``max_tokens`` or until one of
-    ``ends`` is written."""
+    ``ends`` is written; by an adapter of the engine, or the model alone."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -50,6 +51,7 @@ class Request:
     seed: int = 0
     ends: frozenset[int] = frozenset()
     top_logprobs: int = 0
+    adapter: str | None = None
 
 
 class Event(NamedTuple):
@@ -79,13 +81,6 @@ class _Row:
     written: int = 0
 
 
-class _Drawn(NamedTuple):
-    tokens_B: jax.Array
-    logprobs_B: jax.Array
-    top_tokens: jax.Array  # [B, TOP]
-    top_logprobs: jax.Array
-
-
 class Engine:
     """Continues many prompts at once.
 
@@ -99,6 +94,11 @@ class Engine:
       pages: number of pages; left out, as many as all slots can fill. What slots leave unused keeps
         beginnings of prompts.
       mesh: on which ``params`` lie, split over ``tensor``; None for one device.
+      adapters: low-rank additions by path, by the name of each adapter; rows of one batch may have
+        different ones.
+      draft: a smaller model of the same tokens and its parameters, which proposes tokens; None to
+        write one at a time.
+      drafts: tokens that it proposes in a step.
 
     Raises:
       ValueError: for sizes that do not fit.
@@ -116,6 +116,9 @@ class Engine:
         longest: int | None = None,
         pages: int | None = None,
         mesh: Mesh | None = None,
+        adapters: Mapping[str, Additions] = {},
+        draft: tuple[DecoderConfig, Any] | None = None,
+        drafts: int = 4,
     ):
         longest = row_length(model, longest, least=2)
         for name, value in (("slots", slots), ("readers", readers)):
@@ -129,6 +132,8 @@ class Engine:
             raise ValueError(
                 f"`chunk` is {chunk}: it must be a multiple of `page`, which is {page}"
             )
+        if draft is not None:
+            _check_draft(draft[0], model, longest, drafts)
         self.model, self.longest, self.chunk, self.page = model, longest, chunk, page
         self.most = -(-longest // page)  # pages of a row
         pages = 1 + slots * self.most if pages is None else pages
@@ -139,8 +144,9 @@ class Engine:
             )
         self.pool = PagePool(pages, chunk // page)
         self.rows: list[_Row | None] = [None] * slots
-        self.waiting: deque[_Row] = deque()
-        self._numbers, self._readers, self._params = 0, readers, params
+        self.waiting: collections.deque[_Row] = collections.deque()
+        self._numbers, self._readers = 0, readers
+        self.adapters = (None, *adapters)
         self._mesh = mesh
         self._table = np.zeros((slots, self.most), np.int32)
         self._sampling = RowSampling(
@@ -150,19 +156,26 @@ class Engine:
             np.zeros(slots, np.uint32),
         )
         self._last = np.zeros(slots, np.int32)
-        dtype = jax.tree.leaves(params)[0].dtype
+        self._adapter = np.zeros(slots, np.int32)
+        # Tokens that a draft has guessed, and those of them that the model has written.
+        self.guessed = self.right = 0
+        self._drafts = 0 if draft is None else drafts
         with self._on_mesh():
-            heads = _key_heads(model)
-            shape = (model.layers, pages, heads, page, model.block.head_dim)
-            split = None
-            if mesh is not None:
-                parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
-                split = NamedSharding(mesh, parts)
-            self._k, self._v = (jnp.zeros(shape, dtype, device=split) for _ in range(2))
-        self._run = jax.jit(
-            functools.partial(_advance, CausalDecoder(model)), donate_argnums=(1, 2)
-        )
-        self._score = jax.jit(functools.partial(_scored, model))
+            if adapters:
+                params, places = with_adapters(params, adapters), None
+                if mesh is not None:
+                    rules = kernel_rules(decoders.RULES, params)
+                    places = param_shardings(params, mesh, rules)
+                params = jax.device_put(params, places)
+            both = [(model, params), *([draft] if draft else [])]
+            self._caches = [_empty(*each, pages, page, mesh) for each in both]
+        models, self._params = [CausalDecoder(each) for each, _ in both], [p for _, p in both]
+        self._reads = jax.jit(functools.partial(advance, models), donate_argnums=1)
+        self._writes = self._reads
+        if draft is not None:
+            self._writes = jax.jit(functools.partial(speculate, models, drafts), donate_argnums=1)
+        self._score = jax.jit(functools.partial(scored, model))
+        self._embed = jax.jit(functools.partial(embedded, model))
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
@@ -170,7 +183,7 @@ class Engine:
     @property
     def programs(self) -> int:
         """Number of programs that have been compiled."""
-        return self._run._cache_size()
+        return sum(each._cache_size() for each in {self._reads, self._writes})
 
     @property
     def is_busy(self) -> bool:
@@ -196,26 +209,32 @@ class Engine:
                 f"the prompt has tokens from {tokens.min()} to {tokens.max()}: the vocabulary has "
                 f"{self.model.vocab_size}"
             )
+        if request.adapter not in self.adapters:
+            raise ValueError(
+                f"the adapter is {request.adapter!r}: there are {', '.join(self.adapters[1:])}"
+            )
         if tokens.size + request.max_tokens > self.longest:
             raise ValueError(
                 f"the prompt has {tokens.size} tokens: with max_tokens={request.max_tokens} that "
                 f"exceeds the {self.longest} of this server"
             )
         self._numbers += 1
-        digests = digests_of(request.prompt, self.chunk)
+        # What an adapter reads has keys and values of its own.
+        own = self.adapters.index(request.adapter)
+        digests = digests_of(request.prompt, self.chunk, own)
         self.waiting.append(_Row(self._numbers, request, [], digests, 0))
         return self._numbers
 
     def cancel(self, number: int) -> None:
         """Frees what a request holds; nothing where it has ended."""
-        self.waiting = deque(row for row in self.waiting if row.number != number)
+        self.waiting = collections.deque(row for row in self.waiting if row.number != number)
         for slot, row in enumerate(self.rows):
             if row is not None and row.number == number:
                 self._leave(slot)
 
     def step(self) -> list[Event]:
-        """Reads a chunk of waiting prompts, writes a token of every other request, and returns
-        what was written."""
+        """Reads a chunk of waiting prompts, writes a token of every other request, or as many as a
+        draft has guessed and one more, and returns what was written."""
         self._admit()
         reading = [
             s for s, row in enumerate(self.rows) if row and row.read < len(row.request.prompt)
@@ -230,27 +249,63 @@ class Engine:
             drawn = jax.device_get(read)
             for index, slot in enumerate(reading):
                 if (row := self.rows[slot]).read == len(row.request.prompt):
-                    events.append(self._receive(slot, drawn, index))
+                    events.extend(self._receive(slot, drawn, index))
         if wrote is not None:
             drawn = jax.device_get(wrote)
-            events.extend(self._receive(slot, drawn, slot) for slot in writing)
+            for slot in writing:
+                self.guessed += self._count(self.rows[slot]) - 1
+                self.right += int(drawn.count[slot]) - 1
+                events.extend(self._receive(slot, drawn, slot))
         return events
 
     def score(
-        self, tokens: Sequence[int], top: int = 0
+        self, tokens: Sequence[int], top: int = 0, adapter: str | None = None
     ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
         """Returns the log-probability of every token but the first, and so many alternatives, by
         the forward pass of training: of a row padded to a power of two, or to ``longest``."""
-        size = min(1 << (len(tokens) - 1).bit_length(), self.longest)
-        row = np.zeros((2, max(size, 2)), np.int32)  # Never a row alone.
+        row = np.zeros((2, self._padded(len(tokens))), np.int32)  # Never a row alone.
         row[0, : len(tokens)] = tokens
+        adapter_B = np.full(2, self.adapters.index(adapter), np.int32)
         with self._on_mesh():
-            logprobs, ids, values = jax.device_get(self._score(self._params, row))
+            logprobs, ids, values = jax.device_get(self._score(self._params[0], row, adapter_B))
         found = []
         for at in range(len(tokens) - 1):
             best = zip(ids[at, :top].tolist(), values[at, :top].tolist(), strict=True)
             found.append((float(logprobs[at]), tuple(best)))
         return found
+
+    def groups(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Returns the numbers of rows that :meth:`embed` takes together: as many as readers, of
+        lengths that are padded alike."""
+        sizes = collections.defaultdict(list)
+        for number, row in enumerate(rows):
+            sizes[self._padded(len(row))].append(number)
+        n = self._readers
+        return [those[i : i + n] for those in sizes.values() for i in range(0, len(those), n)]
+
+    def embed(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        pooling: str = "mean",
+        adapter: str | None = None,
+    ) -> np.ndarray:
+        """Returns the last hidden states [rows, width] in float32, of unit length: the mean over a
+        row's tokens, or with ``pooling`` "last" that of its last one. A row's bits do not depend on
+        others of its group."""
+        size = self._padded(len(rows[0]))
+        tokens_BT = np.zeros((self._readers, size), np.int32)
+        count_B = np.ones(self._readers, np.int32)
+        for index, row in enumerate(rows):
+            tokens_BT[index, : len(row)], count_B[index] = row, len(row)
+        adapter_B = np.full(self._readers, self.adapters.index(adapter), np.int32)
+        with self._on_mesh():
+            found = self._embed(self._params[0], tokens_BT, count_B, adapter_B, pooling == "last")
+        return jax.device_get(found)[: len(rows)]
+
+    def _padded(self, length: int) -> int:
+        """How many positions a row of so many has where it is read at once."""
+        return max(2, min(1 << (length - 1).bit_length(), self.longest))
 
     def _admit(self) -> None:
         """Gives waiting requests free slots, in their order."""
@@ -274,8 +329,9 @@ class Engine:
             chosen = request.temperature, top_k, request.top_p, request.seed % 2**32
             for array, value in zip(self._sampling, chosen, strict=True):
                 array[slot] = value
+            self._adapter[slot] = self.adapters.index(request.adapter)
 
-    def _read(self, slots: Sequence[int]) -> _Drawn:
+    def _read(self, slots: Sequence[int]) -> Drawn:
         B, C = self._readers, self.chunk
         tokens_BC = np.zeros((B, C), np.int32)
         start_B, count_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
@@ -292,41 +348,50 @@ class Engine:
         own = np.zeros(B, np.int32)
         own[: len(slots)] = slots
         table = np.where(np.arange(B)[:, None] < len(slots), self._table[own], 0)
-        want = any(self.rows[slot].request.top_logprobs for slot in slots)
-        sampling = RowSampling(*(x[own] for x in self._sampling))
-        return self._call(table, tokens_BC, start_B, count_B, sampling, want)
+        return self._call(self._reads, slots, own, table, tokens_BC, start_B, count_B)
 
-    def _write(self, slots: Sequence[int]) -> _Drawn:
+    def _write(self, slots: Sequence[int]) -> Drawn:
         B = len(self.rows)
         start_B, count_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
         for slot in slots:
             row = self.rows[slot]
-            start_B[slot], count_B[slot] = len(row.request.prompt) + row.written - 1, 1
+            start_B[slot] = len(row.request.prompt) + row.written - 1
+            count_B[slot] = self._count(row)
         table = np.where(count_B[:, None] > 0, self._table, 0)
-        want = any(self.rows[slot].request.top_logprobs for slot in slots)
-        return self._call(table, self._last[:, None], start_B, count_B, self._sampling, want)
+        last_B1 = self._last[:, None]
+        return self._call(self._writes, slots, np.arange(B), table, last_B1, start_B, count_B)
 
-    def _call(self, table, tokens_BC, start_B, count_B, sampling, want) -> _Drawn:
+    def _count(self, row: _Row) -> int:
+        """Most tokens that a row may be written in a step."""
+        return min(1 + self._drafts, row.request.max_tokens - row.written)
+
+    def _call(self, program, slots, own, table, tokens_BC, start_B, count_B) -> Drawn:
+        sampling = RowSampling(*(x[own] for x in self._sampling))
+        want = any(self.rows[slot].request.top_logprobs for slot in slots)
+        rows = Rows(table, tokens_BC, start_B, count_B, sampling, want, self._adapter[own])
         # Copies: what is handed over is read while the host goes on.
-        given = jax.tree.map(np.array, (table, tokens_BC, start_B, count_B, sampling, want))
+        rows = jax.tree.map(np.array, rows)
         with self._on_mesh():
-            self._k, self._v, drawn = self._run(self._params, self._k, self._v, *given)
+            self._caches, drawn = program(self._params, self._caches, rows)
         return drawn
 
-    def _receive(self, slot: int, drawn: _Drawn, index: int) -> Event:
-        row = self.rows[slot]
-        request, token = row.request, int(drawn.tokens_B[index])
-        row.written += 1
-        self._last[slot] = token
-        reason = "length" if row.written == request.max_tokens else None
-        reason = "stop" if token in request.ends else reason
-        n = request.top_logprobs
-        top = drawn.top_tokens[index, :n].tolist(), drawn.top_logprobs[index, :n].tolist()
-        if reason:
-            self._leave(slot)
-        return Event(
-            row.number, token, float(drawn.logprobs_B[index]), tuple(zip(*top, strict=True)), reason
-        )
+    def _receive(self, slot: int, drawn: Drawn, index: int) -> list[Event]:
+        row, events = self.rows[slot], []
+        request, n = row.request, row.request.top_logprobs
+        for at in range(drawn.count[index]):
+            token = int(drawn.tokens[index, at])
+            row.written += 1
+            self._last[slot] = token
+            reason = "length" if row.written == request.max_tokens else None
+            reason = "stop" if token in request.ends else reason
+            tops = drawn.top_tokens[index, at, :n], drawn.top_logprobs[index, at, :n]
+            top = tuple(zip(*(x.tolist() for x in tops), strict=True))
+            logprob = float(drawn.logprobs[index, at])
+            events.append(Event(row.number, token, logprob, top, reason))
+            if reason:
+                self._leave(slot)
+                break
+        return events
 
     def _leave(self, slot: int) -> None:
         self.pool.give_back(self.rows[slot].pages)
@@ -351,37 +416,27 @@ def _key_heads(model: DecoderConfig) -> int:
     return int(np.lcm(heads, parts)) if model.heads % parts == 0 else heads
 
 
-def _advance(
-    decoder: Decoder,
-    params: Mapping[str, Any],
-    k: jax.Array,
-    v: jax.Array,
-    table: jax.Array,
-    tokens_BC: jax.Array,
-    start_B: jax.Array,
-    count_B: jax.Array,
-    sampling: RowSampling,
-    want: jax.Array,
-) -> tuple[jax.Array, jax.Array, _Drawn]:
-    """Reads a chunk of each row, and draws the token that follows it."""
-    logits_BV, pages = decoder.extend(params, Pages(k, v, table), tokens_BC, start_B, count_B)
-    tokens_B, logprobs_BV = draw_rows(sampling, logits_BV, start_B + count_B)
-    top = min(TOP, logits_BV.shape[1])
-    B = len(tokens_B)
-    nothing = jnp.zeros((B, top), logprobs_BV.dtype), jnp.zeros((B, top), jnp.int32)
-    values, ids = jax.lax.cond(
-        want, lambda: tuple(jax.lax.top_k(logprobs_BV, top)), lambda: nothing
-    )
-    own_B = jnp.take_along_axis(logprobs_BV, tokens_B[:, None], axis=1)[:, 0]
-    return pages.k, pages.v, _Drawn(tokens_B, own_B, ids, values)
+def _empty(
+    model: DecoderConfig, params: Any, pages: int, page: int, mesh: Mesh | None
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of pages that nothing has been read into."""
+    shape = (model.layers, pages, _key_heads(model), page, model.block.head_dim)
+    dtype, split = jax.tree.leaves(params)[0].dtype, None
+    if mesh is not None:
+        parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
+        split = NamedSharding(mesh, parts)
+    return jnp.zeros(shape, dtype, device=split), jnp.zeros(shape, dtype, device=split)
 
 
-def _scored(
-    model: DecoderConfig, params: Mapping[str, Any], tokens_BT: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probabilities [T - 1] of the first row's tokens, and the most probable ones."""
-    logits_TV = decoders.logits(model, params, tokens_BT)[0, :-1]
-    logprobs_TV = jax.nn.log_softmax(logits_TV.astype(jnp.float32))
-    own_T = jnp.take_along_axis(logprobs_TV, tokens_BT[0, 1:, None], axis=1)[:, 0]
-    values, ids = jax.lax.top_k(logprobs_TV, min(TOP, logprobs_TV.shape[1]))
-    return own_T, ids, values
+def _check_draft(draft: DecoderConfig, model: DecoderConfig, longest: int, drafts: int) -> None:
+    if drafts < 1:
+        raise ValueError(f"`drafts` is {drafts}: give at least 1 token")
+    if draft.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"`draft` has {draft.vocab_size} tokens, and the model {model.vocab_size}: give one of "
+            "the same tokens"
+        )
+    if draft.positions == "learned" and draft.seq_len < longest:
+        raise ValueError(
+            f"`draft` has {draft.seq_len} learned positions: give a `longest` of at most that"
+        )

@@ -210,10 +210,10 @@ class Writer:
 
     def _chosen(self, ids: list[int]) -> Iterator[np.ndarray]:
         """Yields the new tokens that follow some, one of each row at a time."""
-        options, (model, params, tokenizer, *_) = self._options, self.opened
+        options, (model, params, tokenizer, _, begin) = self._options, self.opened
         is_decoder = isinstance(model, DecoderConfig)
-        # As in training, where a document follows the end of another, and an end follows a source.
-        row = [tokenizer.eod, *ids] if is_decoder else [*ids, tokenizer.eod]
+        # A decoder's text follows what begins one; as in training, an end follows a source.
+        row = [*begin[options.chat], *ids] if is_decoder else [*ids, tokenizer.eod]
         self._read += len(row)
         most, size = options.max_tokens, max(16, 1 << (len(row) - 1).bit_length())
         if model.positions == "learned":

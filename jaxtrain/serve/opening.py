@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from jaxtrain import hf
@@ -10,19 +11,28 @@ from jaxtrain.data import SubwordTokenizer, Tokenizer
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import MeshShape
+from jaxtrain.models import decoder
+from jaxtrain.ops.linear import Dora, LowRank
+from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.rules import as_rules, param_shardings
+from jaxtrain.tree import is_a, path_name
 
 
 class Opened(NamedTuple):
-    """A model, its parameters and tokenizer (None of images), and the local folder that it lies
-    in."""
+    """A model, its parameters and tokenizer (None of images), and the local folder that it lies in.
+
+    Args:
+      begin: what stands before a text, and before a conversation, of a decoder: of a run an end of
+        document, as in training; of another model what transformers puts there.
+    """
 
     model: trained.Model
     params: Any
     tokenizer: Tokenizer | None
     folder: str
+    begin: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
@@ -59,10 +69,29 @@ def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> O
             f"the tokenizer in '{folder}' has {tokenizer.vocab_size} tokens, and the model "
             f"{model.vocab_size}: give the folder the tokenizer that the model was trained with"
         )
-    if form == "decoder":
-        # A pretrained model may have more tokens than its tokenizer, which has no text for those.
-        model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-    return Opened(model, params, tokenizer, folder)
+    if form != "decoder":
+        return Opened(model, params, tokenizer, folder, ((), ()))
+    begin = ((tokenizer.eod,),) * 2 if is_run else (tokenizer.beginning, ())
+    # A pretrained model may have more tokens than its tokenizer, which has no text for those.
+    model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
+    return Opened(model, params, tokenizer, folder, begin)
+
+
+def open_adapter(folder: str, base: Opened) -> Additions:
+    """Reads the additions of an adapter over a model: of a run trained by LoRA, or in PEFT's files.
+
+    Raises:
+      FileNotFoundError, ValueError: there are none, or they are another model's.
+    """
+    if exists(as_path(folder) / "checkpoints"):
+        return trained.additions(folder)[1]
+    is_run = exists(as_path(base.folder) / "checkpoints")
+    family = trained.stored(base.folder).get("family") if is_run else hf.family_name(base.folder)
+    change, found = hf.adapters.read(folder, base.model, family=family)
+    shapes = jax.eval_shape(lambda: decoder.init(base.model, jax.random.key(0)))
+    placed = hf.adapters.placed(change.params(shapes), found)
+    leaves = jax.tree_util.tree_leaves_with_path(placed, is_leaf=is_a(LowRank | Dora))
+    return {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRank | Dora)}
 
 
 def find_model(name: str) -> tuple[str, trained.Model, bool]:

@@ -88,8 +88,8 @@ class PagePool:
             self._digest[pages[0]] = digest
 
 
-def digests_of(prompt: Sequence[int], chunk: int) -> list[bytes]:
-    """Names each whole chunk of a prompt by all tokens up to its end.
+def digests_of(prompt: Sequence[int], chunk: int, adapter: int = 0) -> list[bytes]:
+    """Names each whole chunk of a prompt by all tokens up to its end, and by who has read them.
 
     >>> a, b = digests_of([1, 2, 3, 4, 5], 2), digests_of([1, 2, 9, 4], 2)
     >>> len(a), a[0] == b[0], a[1] == b[1]
@@ -97,7 +97,7 @@ def digests_of(prompt: Sequence[int], chunk: int) -> list[bytes]:
     """
 
     def all_of() -> Iterator[bytes]:
-        so_far = hashlib.blake2b(digest_size=16)
+        so_far = hashlib.blake2b(adapter.to_bytes(8, "little"), digest_size=16)
         tokens = np.asarray(prompt, np.int32)
         for start in range(0, len(tokens) - chunk + 1, chunk):
             so_far.update(tokens[start : start + chunk].tobytes())

@@ -372,7 +372,7 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
         SubwordTokenizer(theirs, 1),
         DecoderConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
     )
-    opened = Opened(model, {}, ours, "x")
+    opened = Opened(model, {}, ours, "x", ((), ()))
     monkeypatch.setattr(generate_command, "open_model", lambda *forms, mesh, step: opened)
     monkeypatch.setattr(generate_command, "stream", lambda *_, **on: iter([[2, 4], [4, 2], [1, 1]]))
     flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--max-tokens", "3"]

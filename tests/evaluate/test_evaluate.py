@@ -38,7 +38,7 @@ MODEL = DecoderConfig(
 def opened(mesh):
     params = jax.tree.map(lambda x: 3 * x, decoder.init(MODEL, jax.random.key(0)))
     params = jax.device_put(params, param_shardings(params, mesh, as_rules(decoder.RULES)))
-    return Opened(MODEL, params, ByteTokenizer(), "nowhere")
+    return Opened(MODEL, params, ByteTokenizer(), "nowhere", ((256,),) * 2)
 
 
 def log_softmax(model, tokens):

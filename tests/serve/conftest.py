@@ -14,10 +14,14 @@ from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.chat import TEMPLATES, ChatTemplate
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.server import Limits, make_app
+from jaxtrain.serve.server import make_app
 from tests.waiting import eventually
+
+# What a run's texts and conversations follow: an end of document.
+AS_A_RUN = ((256,), (256,))
 
 
 @functools.cache
@@ -33,7 +37,9 @@ def engine():
 def reader(template="plain"):
     tokenizer = ByteTokenizer()
     chat = ChatTemplate(TEMPLATES[template]) if template else None
-    return Reader(tokenizer, engine().longest, frozenset([tokenizer.eod]), chat)
+    return Reader(
+        ("small",), tokenizer, engine().longest, frozenset([tokenizer.eod]), chat, AS_A_RUN
+    )
 
 
 class Server:
@@ -59,7 +65,7 @@ class Server:
 @contextlib.contextmanager
 def serving(template="plain", **options):
     uvicorn = pytest.importorskip("uvicorn")
-    app = make_app(engine(), reader(template), model="small", **options)
+    app = make_app(engine(), reader(template), **options)
     config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(config)

@@ -1,5 +1,6 @@
 """Requests read and answers written, without a network."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -11,9 +12,12 @@ from jaxtrain.data import ByteTokenizer
 from jaxtrain.data.chat import TEMPLATES, ChatTemplate
 from jaxtrain.serve.api import Reader, Text, Told, Writer
 from jaxtrain.serve.engine import Event
+from tests.serve.conftest import AS_A_RUN
 
 TOKENIZER = ByteTokenizer()
-READER = Reader(TOKENIZER, 64, frozenset([TOKENIZER.eod]), ChatTemplate(TEMPLATES["plain"]))
+READER = Reader(
+    ("m",), TOKENIZER, 64, frozenset([TOKENIZER.eod]), ChatTemplate(TEMPLATES["plain"]), AS_A_RUN
+)
 
 
 def read(body, *, chat=False, reader=READER):
@@ -36,13 +40,24 @@ def test_prompts_are_texts_and_tokens_one_or_many():
     assert read({"prompt": "a" * 60}).requests[0].max_tokens == 3
 
 
+def test_a_model_s_name_is_its_own_or_an_adapter_s():
+    reader = dataclasses.replace(READER, models=("m", "poet"))
+    for named, adapter in (({}, None), ({"model": "m"}, None), ({"model": "poet"}, "poet")):
+        asked = read({"prompt": "a"} | named, reader=reader)
+        assert asked.requests[0].adapter == adapter
+        assert asked.model == named.get("model", "m")
+        assert Writer(asked, TOKENIZER).end(0)["model"] == asked.model
+    with pytest.raises(LookupError, match="model is 'n': ask for m or poet"):
+        read({"prompt": "a", "model": "n"}, reader=reader)
+
+
 def test_a_chat_ends_where_the_assistant_is_to_speak():
     messages = [{"role": "user", "content": [{"type": "text", "text": "1 + 1 = "}]}]
     (request,) = read({"messages": messages, "max_completion_tokens": 4}, chat=True).requests
     assert TOKENIZER.decode(request.prompt) == "1 + 1 = "
     assert request.max_tokens == 4
     with pytest.raises(ValueError, match="no chat template"):
-        read({"messages": messages}, chat=True, reader=Reader(TOKENIZER, 64, frozenset(), None))
+        read({"messages": messages}, chat=True, reader=dataclasses.replace(READER, template=None))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,7 @@ def test_a_text_that_is_cut_anywhere_is_told_once_and_ends_before_a_stop(text, s
 
 def test_the_answers_are_openai_s():
     asked = read({"prompt": "a", "logprobs": 1, "n": 2})
-    writer = Writer(asked, TOKENIZER, "m")
+    writer = Writer(asked, TOKENIZER)
     told = [Told("b", 98, -0.5, ((98, -0.5),)), Told("", 195, -1.0, ((98, -0.2),))]
     answer = json.loads(json.dumps(writer.whole([("b", told, "length"), ("", [], "stop")], 2)))
     assert answer["object"] == "text_completion"

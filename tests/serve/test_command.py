@@ -8,22 +8,28 @@ import socket
 import subprocess
 import sys
 import types
+import urllib.request
 
 import jax
 import pytest
 
 from experiments.gpt import Config, build
 from jaxtrain import hf
-from jaxtrain.data import ByteTokenizer
+from jaxtrain.data import ByteTokenizer, SubwordTokenizer
+from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run import trained
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import main
-from jaxtrain.serve import opening
-from jaxtrain.serve.command import listen, template_of
+from jaxtrain.serve import command, opening
+from jaxtrain.serve.command import listen, reader_of, template_of
+from jaxtrain.serve.opening import Opened, open_decoder
 from jaxtrain.sharding.mesh import make_mesh
 from tests.commands import refused
 from tests.experiments.test_gpt import SMALL
+from tests.hf import models
+from tests.serve.test_adapters import with_additions
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +52,10 @@ def run(tmp_path_factory):
         (["--pages", "1"], "--pages is 1: a request of 32 tokens takes 1"),
         (["--chat-template", "nowhere"], "nowhere"),
         (["--step", "77"], "77"),
+        (["--draft-tokens", "0"], "--draft-tokens is 0"),
+        (["--draft", "nowhere"], "nowhere"),
+        (["--adapter", "poet"], "--adapter is 'poet': give NAME=FOLDER"),
+        (["--adapter", "poet=nowhere"], "nowhere"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_listens(run, flags, said, capsys):
@@ -92,7 +102,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_s_is_refused(tmp_path, monkey
     hf.save(tmp_path, config, decoder.init(config, jax.random.key(0)))
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
     for size, fits in ((280, True), (301, False)):
-        tokenizer = types.SimpleNamespace(vocab_size=size)
+        tokenizer = types.SimpleNamespace(vocab_size=size, beginning=())
         monkeypatch.setattr(opening.SubwordTokenizer, "load", lambda _, given=tokenizer: given)
         if fits:
             assert opening.open_decoder(str(tmp_path), mesh=mesh).model.vocab_size == size
@@ -101,30 +111,148 @@ def test_a_tokenizer_of_more_tokens_than_the_model_s_is_refused(tmp_path, monkey
                 opening.open_decoder(str(tmp_path), mesh=mesh)
 
 
+CHAT = (
+    "{{ bos_token or '' }}{% for message in messages %}<|turn|>{{ message.role }}\n"
+    "{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder, kind):
+    """Files as of Llama 3 (bytes, a beginning), Llama 2 (words that begin with a space, too), and
+    GPT-2 (bytes, no beginning)."""
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ["<end>", "<s>", "</s>", "<|turn|>"]
+    if kind == "llama2":
+        letters = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581"]
+        model = tokenizers.models.BPE(
+            {each: i for i, each in enumerate(["<unk>", *letters])}, [], byte_fallback=True
+        )
+        made = tokenizers.Tokenizer(model)
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            prepend_scheme="first", split=False
+        )
+        made.decoder = tokenizers.decoders.Sequence(
+            [
+                tokenizers.decoders.Replace("\u2581", " "),
+                tokenizers.decoders.ByteFallback(),
+                tokenizers.decoders.Fuse(),
+                tokenizers.decoders.Strip(" ", 1, 0),
+            ]
+        )
+    else:
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        made = tokenizers.Tokenizer(
+            tokenizers.models.BPE({each: i for i, each in enumerate(letters)}, [])
+        )
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.AddedToken(each, special=True) for each in special])
+    if kind != "gpt2":
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", made.token_to_id("<s>"))]
+        )
+    made.save(str(folder / "tokenizer.json"))
+    told = {"eos_token": "</s>", "chat_template": CHAT, "add_bos_token": True}
+    told["tokenizer_class"] = "PreTrainedTokenizerFast"
+    told |= {} if kind == "gpt2" else {"bos_token": "<s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+
+
+def reader_for(kind, folder):
+    """What reads requests for a model with such files."""
+    write_tokenizer(folder, kind)
+    config = decoder.DecoderConfig(vocab_size=270, seq_len=64, layers=1, width=16, heads=2)
+    hf.save(folder / "model", config, decoder.init(config, jax.random.key(0)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).rename(folder / "model" / name)
+    opened = open_decoder(str(folder / "model"), mesh=make_mesh(data=1, devices=jax.devices()[:1]))
+    return reader_of(opened, ("m",), None, 64)
+
+
+def prompt_of(reader, **body):
+    (request,) = reader.read(body, chat="messages" in body, seed=0).requests
+    return request.prompt
+
+
+def test_a_text_begins_with_the_token_that_a_model_has_for_it(tmp_path):
+    reader = reader_for("llama3", tmp_path)
+    tokens = reader.tokenizer.encode("to be").tolist()
+    assert prompt_of(reader, prompt="to be") == [reader.tokenizer.special_id(b"<s>"), *tokens]
+    messages = [{"role": "user", "content": "to be"}]
+    assert prompt_of(reader, messages=messages).count(reader.tokenizer.special_id(b"<s>")) == 1
+    assert reader.tokenizer.eod not in prompt_of(reader, messages=messages)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*bits per byte")
+@pytest.mark.parametrize("kind", ["llama3", "llama2", "gpt2"])
+def test_prompts_of_a_hugging_face_folder_are_transformers_tokens(kind, tmp_path):
+    library, reader = models.transformers(), reader_for(kind, tmp_path)
+    theirs = library.AutoTokenizer.from_pretrained(tmp_path / "model")
+    for text in ("to be", " or\nnot", "n\u00e9 <|turn|>x"):
+        prompt = prompt_of(reader, prompt=text)
+        assert prompt == theirs(text)["input_ids"]
+    assert (prompt[0] == theirs.convert_tokens_to_ids("<s>")) == (kind != "gpt2")
+    messages = [{"role": "user", "content": "to be"}]
+    given = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    assert prompt_of(reader, messages=messages) == theirs.apply_chat_template(messages, **given)
+    assert prompt_of(reader, prompt="") == (theirs("")["input_ids"] or [reader.tokenizer.eod])
+
+
+def test_a_draft_of_other_tokens_is_refused():
+    pytest.importorskip("tokenizers")
+    words = SubwordTokenizer.train([b"to be"], 257)
+    ours, theirs = (Opened(None, None, x, "x", ((), ())) for x in (ByteTokenizer(), words))
+    command.check_tokens(ours, ours)
+    with pytest.raises(ValueError, match="--draft is 'x', whose tokens are not those of"):
+        command.check_tokens(theirs, ours)
+
+
 def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):
     pytest.importorskip("uvicorn")
     assert "is neither a run nor" in refused(capsys, "serve", str(tmp_path))
 
 
 @pytest.mark.slow
-def test_a_run_is_served_until_a_signal_lets_open_requests_end(run):
+def test_a_run_is_served_until_a_signal_lets_open_requests_end(run, tmp_path):
     pytest.importorskip("uvicorn")
-    command = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--page", "8"]
-    command += ["--chunk", "8", "--simulate-devices", "2", "--tensor", "2"]
+    openai = pytest.importorskip("openai")
+    line = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--page", "8"]
+    line += ["--chunk", "8", "--simulate-devices", "2", "--tensor", "2"]
+    line += ["--draft", run, "--draft-tokens", "3"]  # itself: the model is right
+    model, params, tokenizer = trained.load(run)
+    change = LoRA(2, alpha=200.0)
+    changed = with_additions(change, params, 0)
+    config = json.loads(json.dumps({**trained.stored(run), **change.record}))
+    with Checkpointer(tmp_path / "poet" / "checkpoints") as checkpoints:
+        checkpoints.save(1, {"params": jax.device_get(changed)}, config=config)
+    line += ["--adapter", f"poet={tmp_path / 'poet'}"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            line = process.stdout.readline()
-            assert "is served on http://127.0.0.1:" in line
-            port = int(line.split("127.0.0.1:")[1].split("/")[0])
-            model, params, tokenizer = trained.load(run)
+            said = process.stdout.readline()
+            assert "is served on http://127.0.0.1:" in said
+            port = int(said.split("127.0.0.1:")[1].split("/")[0])
             prompt = [tokenizer.eod, *tokenizer.encode("to be").tolist()]
             given = {"max_new_tokens": 20, "temperature": 0, "eod": tokenizer.eod}
             expected = tokenizer.decode(generate(model, params, [prompt], **given)[0])
+            other = tokenizer.decode(generate(model, changed, [prompt], **given)[0])
+            assert other != expected
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+            asked = {"prompt": "to be", "temperature": 0, "max_tokens": 20}
+            told = client.completions.create(model="poet", **asked)
+            assert (told.model, told.choices[0].text) == ("poet", other)
+            assert [each.id for each in client.models.list()] == ["run", "poet"]
+            client.close()
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+                numbers = dict(x.rsplit(" ", 1) for x in page.read().decode().splitlines())
+            guessed, right = (
+                int(numbers[f"jaxtrain_draft_{name}_total"]) for name in ("tokens", "right")
+            )
+            assert 5 < right <= guessed
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            asked = {"prompt": "to be", "temperature": 0, "max_tokens": 20, "stream": True}
-            connection.request("POST", "/v1/completions", json.dumps(asked))
+            connection.request("POST", "/v1/completions", json.dumps(asked | {"stream": True}))
             answer = connection.getresponse()
             process.send_signal(signal.SIGTERM)
             text = answer.read().decode()

@@ -139,8 +139,8 @@ def test_a_beginning_that_was_read_is_not_read_again():
     engine = Engine(config, params, **SIZES)
     (prompt,) = prompts(3, 30)
     calls = []
-    run = engine._run
-    engine._run = lambda *given: (calls.append(given[4].shape), run(*given))[1]
+    run = engine._reads
+    engine._reads = lambda *given: (calls.append(given[2].tokens.shape), run(*given))[1]
     first = answers(engine, [Request(prompt, 2, temperature=0)])
     reads = calls.count((2, 8))
     second = answers(engine, [Request(prompt, 2, temperature=0)])

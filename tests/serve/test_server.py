@@ -10,8 +10,9 @@ import threading
 
 import pytest
 
+from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.server import Limits, make_app
+from jaxtrain.serve.server import make_app
 from tests.serve.conftest import engine, reader, serving
 from tests.waiting import eventually
 
@@ -125,6 +126,7 @@ def test_what_cannot_be_answered_has_a_status_and_a_sentence(server):
         ("/v1/completions", r'{"prompt": "\ud800"}', 400, "no JSON"),
         ("/v1/completions", '{"prompt": "a", "max_tokens": 1%s}' % ("0" * 4000), 400, "of this"),
         ("/v1/completions", " " * 20_001, 413, "larger than 20000"),
+        ("/v1/completions", '{"prompt": "a", "model": "large"}', 404, "ask for small"),
         ("/v1/completions", None, 405, ""),
         ("/v1/else", "{}", 404, ""),
     ):
@@ -172,7 +174,7 @@ def test_a_prompt_is_scored_once_for_all_its_choices(server, monkeypatch):
 def asking(limits, **asked):
     """An application, and what asks it, without a socket."""
     pytest.importorskip("starlette")
-    app = make_app(engine(), reader(), model="small", limits=limits)
+    app = make_app(engine(), reader(), limits=limits)
     bodies = [json.dumps(ASKED | asked).encode()]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
 

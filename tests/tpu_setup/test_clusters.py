@@ -1,6 +1,7 @@
 """Manifests against the schema and themselves; the Dockerfile, the sbatch file, the flags."""
 
 import copy
+import inspect
 import json
 import math
 import os
@@ -18,6 +19,8 @@ from jaxtrain import cli
 from jaxtrain.host import exit_codes
 from jaxtrain.run.launch import LaunchOptions
 from jaxtrain.run.main import parse
+from jaxtrain.serve import server
+from jaxtrain.serve.command import KEY
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "tpu_setup"
@@ -167,6 +170,43 @@ def test_the_gpu_manifest_launches_a_process_per_gpu_and_names_where_they_meet()
     security = container["securityContext"]
     # In effect for root only.
     assert (security["capabilities"]["add"], security["runAsUser"]) == (["IPC_LOCK"], 0)
+
+
+def test_the_serving_manifest_is_of_one_piece():
+    """Names that refer to each other, flags of the server, paths and metrics that it has."""
+    yaml = pytest.importorskip("yaml", reason="needs pyyaml: pip install 'jaxtrain[test]'")
+    text = (FOLDER / "kubernetes" / "serve.yaml").read_text()
+    given = {"IMAGE": "registry/image:1", "MODEL": "gs://bucket/run", "NAME": "llama"}
+    documents = yaml.safe_load_all(string.Template(text).safe_substitute(given))
+    service, deployment, scaler = documents
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    labels = template["metadata"]["labels"]
+    assert labels == deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    program, *arguments = container["args"]
+    options, _ = cli.parse(arguments)
+    assert (program, options.model, options.name) == ("jaxtrain", "gs://bucket/run", "llama")
+    (port,) = container["ports"]
+    assert port["containerPort"] == options.port == service["spec"]["ports"][0]["port"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    assert options.host == "0.0.0.0"
+    (variable,) = container["env"]
+    assert variable["name"] == KEY
+    # Served before the first request of a pod, and after the last.
+    waits = int(container["lifecycle"]["preStop"]["exec"]["command"][-1])
+    spec = template["spec"]
+    assert spec["terminationGracePeriodSeconds"] > waits + options.drain_seconds
+    assert f"kubectl port-forward service/{service['metadata']['name']} {options.port}" in text
+    source = inspect.getsource(server)
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert f'Route("{container[probe]["httpGet"]["path"]}"' in source
+        assert container[probe]["httpGet"]["port"] == port["name"]
+    (metric,) = scaler["spec"]["metrics"]
+    name = metric["pods"]["metric"]["name"].removeprefix("jaxtrain_")
+    assert f'tell("{name}"' in source
+    target = int(metric["pods"]["target"]["averageValue"])
+    assert target * 4 == options.slots * 3
 
 
 def test_what_is_set_already_stands_beside_the_gpu_variables():
