@@ -214,6 +214,7 @@ class Writer:
         is_decoder = isinstance(model, DecoderConfig)
         # A decoder's text follows what begins one; as in training, an end follows a source.
         row = [*begin[options.chat], *ids] if is_decoder else [*ids, tokenizer.eod]
+        row = row or [tokenizer.eod]  # a model without a beginning that is asked for any text
         self._read += len(row)
         most, size = options.max_tokens, max(16, 1 << (len(row) - 1).bit_length())
         if model.positions == "learned":

@@ -46,7 +46,7 @@ def stub(monkeypatch, opened_model, folder, said):
     """A model that says what a test has it say."""
     from jaxtrain.serve.opening import Opened
 
-    opened = Opened(opened_model, None, None, str(folder))
+    opened = Opened(opened_model, None, None, str(folder), ((), ()))
     monkeypatch.setattr(command, "open_model", lambda *forms, **given: opened)
     monkeypatch.setattr(heads, "predictions", lambda model, path: said(model))
 

@@ -63,7 +63,7 @@ def theirs(folder, tokenizer, prompt, is_decoder, **given):
     kind = "AutoModelForCausalLM" if is_decoder else "T5ForConditionalGeneration"
     model = getattr(library, kind).from_pretrained(folder, dtype=torch.float32).eval()
     ids = tokenizer.encode(prompt).tolist()
-    ids = [tokenizer.eod, *ids] if is_decoder else [*ids, tokenizer.eod]
+    ids = ids if is_decoder else [*ids, tokenizer.eod]
     found = model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=int),
@@ -114,7 +114,8 @@ def test_a_text_ends_at_what_stops_it_and_draws_follow_the_seed(folder_of, capsy
     first, *others = generated(capsys, folder, *several)[0].split("-" * 40 + "\n")
     assert first == texts[0]
     assert len({first, *others}) == 3
-    few = ["--prompt", "x" * 90, "--temperature", "0"]  # 91 of 96 positions
+    assert generated(capsys, folder, "--prompt", "")[1].startswith("12 tokens written")
+    few = ["--prompt", "x" * 91, "--temperature", "0"]  # of 96 positions
     status, _, err = run(capsys, "generate", "--run", folder, *few)
     assert status == 0
     assert err.startswith("5 tokens written")
