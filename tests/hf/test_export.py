@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 from jax import export
 
-from jaxtrain import hf
-from jaxtrain.hf import stablehlo
+from jaxtrain import data, hf
+from jaxtrain.hf import gguf_file, stablehlo
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
+from jaxtrain.ops.rotary import Llama3Scaling
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.stages import run_layers
 from tests import forms
 from tests.commands import refused, run
+from tests.hf import models
 
 SIZES = {"vocab_size": 61, "layers": 2, "width": 32, "heads": 4}
 LLAMA = decoder.DecoderConfig(**SIZES, seq_len=24, **forms.LLAMA)
+LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 64)
 BERT = encoder.EncoderConfig(**SIZES, seq_len=24)
 # By name: the module and the model. The first three are in the everyday tests.
 FORMS = {
@@ -173,3 +176,174 @@ def test_a_folder_is_exported_with_what_it_says_of_its_tokens(tmp_path, capsys):
     assert "neither --run nor --model is" in refused(capsys, "export", *given[2:])
     flags = ["--format", "stablehlo", "--quantize", "int4"]
     assert "it is for safetensors; leave it out" in refused(capsys, "export", *given, *flags)
+
+
+ROPE = {"positions": "rope", "norm": "rmsnorm", "bias": False, "kv_heads": 1, "vocab_size": 61}
+GEMMA = {"norm_offset": True, "norm_position": "sandwich", "embed_scale": True, "mlp": "geglu"}
+GEMMA |= {"width": 32, "heads": 2, "head_dim": 256, "window": 5, "norm_eps": 1e-6, "seq_len": 24}
+# Such as transformers reads whole: of what a file says it takes the sizes, and has its own
+# families' usual values of the rest.
+GGUF = {
+    "llama": LLAMA,
+    "gpt2": dataclasses.replace(FORMS["gpt2"][1], seq_len=1024, vocab_size=300),
+    "qwen2": dataclasses.replace(LLAMA, qkv_bias=True, tied=True),
+    "qwen3": dataclasses.replace(LLAMA, qk_norm=True, head_dim=128),
+    "gemma2": decoder.DecoderConfig(
+        **ROPE | GEMMA,
+        layers=3,
+        window_pattern=(True, False),
+        attention_softcap=50.0,
+        logit_softcap=30.0,
+    ),
+    "gemma3_text": decoder.DecoderConfig(
+        **ROPE | GEMMA,
+        layers=7,
+        window_pattern=(*[True] * 5, False),
+        qk_norm=True,
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [x if x in ("llama", "gpt2") else pytest.param(x, marks=pytest.mark.slow) for x in GGUF],
+)
+def test_transformers_computes_the_same_of_a_gguf_file(family, tmp_path):
+    library, gguf = models.transformers(), pytest.importorskip("gguf")
+    import torch
+
+    config = GGUF[family]
+    params, files = drawn(decoder, config), {}
+    if family == "gpt2":  # of whose tokens transformers takes the number
+        files = {"tokenizer.json": byte_level().to_json()}
+    folder = tmp_path / "model"
+    gguf_file.save(folder, config, params, family=family, files=files)
+    opened = library.AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf")
+    for batch in batches(config):
+        with torch.no_grad():
+            theirs = opened(torch.tensor(batch["tokens"])).logits.numpy()
+        ours = decoder.logits(config, params, batch["tokens"])
+        np.testing.assert_allclose(theirs, ours, atol=1e-4 * max(1, np.abs(ours).max()))
+    read = gguf.GGUFReader(tmp_path / "model" / "model.gguf")
+    assert {str(x.tensor_type.name) for x in read.tensors} == {"F32"}
+    assert read.fields["general.architecture"].contents() == gguf_file.ARCHITECTURES[family]
+
+
+TEXTS = ["the thesis of the theme", "It's 12345 things\n\n and  é中 more", " a", ""]
+
+
+def byte_level():
+    text = " ".join(f"{word} {n}" for n in range(200) for word in TEXTS)
+    return data.SubwordTokenizer.train([text.encode()], 290)
+
+
+def sentencepiece(split=False):
+    """As of Llama 2: words begin with a mark, and what is unknown is bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    own = tokenizers.Tokenizer(
+        tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=split)
+    own.decoder = tokenizers.decoders.ByteFallback()
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, show_progress=False
+    )
+    own.train_from_iterator(["the thesis of the theme is the theme of a thesis"] * 9, trainer)
+    state = json.loads(own.to_str())
+    state["added_tokens"] = state["added_tokens"][:3]  # bytes are no special tokens
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    state["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, text],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
+    return json.dumps(state)
+
+
+def with_split(own, pattern):
+    state = json.loads(own)
+    words = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    state["pre_tokenizer"] |= {"use_regex": False}
+    state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [words, state["pre_tokenizer"]]}
+    return json.dumps(state)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", *gguf_file.SPLITS.values()])
+def test_a_gguf_file_has_the_tokenizer(kind, tmp_path):
+    library, tokenizers = models.transformers(), pytest.importorskip("tokenizers")
+    own = sentencepiece() if kind == "llama" else byte_level().to_json()
+    for pattern, name in gguf_file.SPLITS.items():
+        own = with_split(own, pattern) if kind == name else own
+    config = dataclasses.replace(LLAMA, vocab_size=330)
+    fields = {"bos_token_id": 1, "eos_token_id": [2, 0]} if kind == "llama" else {"eos_token_id": 0}
+    files = {"tokenizer.json": own, "chat_template.jinja": "{{ messages }}"}
+    folder = tmp_path / "model"
+    gguf_file.save(folder, config, drawn(decoder, config), fields=fields, files=files)
+    opened = library.AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+    wanted = tokenizers.Tokenizer.from_str(own)
+    for text in TEXTS:
+        ids = opened(text, add_special_tokens=False)["input_ids"]
+        assert ids == wanted.encode(text, add_special_tokens=False).ids, text
+    assert opened.chat_template == "{{ messages }}"
+    assert opened.eos_token == ("</s>" if kind == "llama" else "<|endoftext|>")
+    read = pytest.importorskip("gguf").GGUFReader(folder / "model.gguf").fields
+    assert len(read["tokenizer.ggml.tokens"].data) == 330
+    assert read["tokenizer.ggml.add_bos_token"].contents() == (kind == "llama")
+
+
+def test_what_llama_cpp_lacks_is_refused():
+    gemma2, gemma3 = GGUF["gemma2"], GGUF["gemma3_text"]
+    changes = {
+        "in no layer": (LLAMA, {"window": 5}, "mistral"),
+        "this one scores": (LLAMA, {"head": "score"}, "llama"),
+        "no bert here": (LLAMA, {}, "bert"),
+        "in all layers but one of 2": (gemma2, {"window_pattern": (True,)}, "gemma2"),
+        "sqrt(256)": (gemma2, {"query_pre_attn_scalar": 9.0}, "gemma2"),
+        "no head of its own": (gemma2, {"tied": False}, "gemma2"),
+        "a cap on scores": (gemma2, {"attention_softcap": None}, "gemma2"),
+        "a cap on logits": (gemma2, {"logit_softcap": None}, "gemma2"),
+        "no cap on logits": (gemma3, {"logit_softcap": 3.0}, "gemma3_text"),
+        "of base 10000": (gemma3, {"local_rope_theta": 5.0}, "gemma3_text"),
+        "no rope_type llama3": (GGUF["qwen2"], {"rope_scaling": LLAMA3}, "qwen2"),
+        "GELU by tanh": (GGUF["gpt2"], {"mlp": "gelu_exact"}, "gpt2"),
+    }
+    for said, (config, change, family) in changes.items():
+        assert said in gguf_file.obstacle(dataclasses.replace(config, **change), family)
+    for family, config in GGUF.items():
+        assert gguf_file.obstacle(config, family) is None
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
+def test_a_gguf_file_has_its_dtype_and_stretched_positions(dtype, tmp_path, capsys):
+    gguf = pytest.importorskip("gguf")
+    config = dataclasses.replace(LLAMA, rope_scaling=LLAMA3)
+    hf.save(tmp_path / "model", config, drawn(decoder, config))
+    flags = ["--format", "gguf", "--out", str(tmp_path / "out"), "--dtype", dtype]
+    status, printed, error = run(capsys, "export", "--model", str(tmp_path / "model"), *flags)
+    assert (status, error) == (0, "")
+    assert printed.endswith("model.gguf of llama.cpp's architecture llama\n")
+    read = {x.name: x for x in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
+    kinds = {name: x.tensor_type.name for name, x in read.items()}
+    assert kinds["blk.1.ffn_norm.weight"] == "F32"
+    assert kinds["blk.1.ffn_up.weight"] == {"float16": "F16", "bfloat16": "BF16"}[dtype]
+    theirs = read["blk.1.ffn_up.weight"]
+    theirs = gguf.dequantize(theirs.data, theirs.tensor_type)
+    ours = hf.open_weights(tmp_path / "model")["blocks"]["mlp"]["up"]["kernel"]
+    np.testing.assert_array_equal(theirs.T, np.asarray(ours)[1].astype(dtype).astype(np.float32))
+    # By how much each pair of features turns less than without the scaling: between 1 and 8.
+    stretched = models.transformers().AutoConfig.from_pretrained(tmp_path / "model")
+    rotary = models.transformers().models.llama.modeling_llama.LlamaRotaryEmbedding(stretched)
+    plain = 1e4 ** -(np.arange(0, 8, 2) / 8)
+    np.testing.assert_allclose(
+        read["rope_freqs.weight"].data, plain / rotary.inv_freq.numpy(), rtol=1e-5
+    )
+    assert set(read["rope_freqs.weight"].data.tolist()) >= {1.0, 8.0}
