@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxtrain.data import SubwordTokenizer, Tokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
-from jaxtrain.hf import adapters, gguf_file, hub, merging, stablehlo, weights
+from jaxtrain.hf import adapters, gguf_file, hub, merging, onnx_file, stablehlo, weights
 from jaxtrain.host import quiet
 from jaxtrain.host.paths import as_path, check_on_disk, exists, is_file, json_text, read_json
 from jaxtrain.models.decoder import DecoderConfig
@@ -24,7 +24,7 @@ KEPT = ("pad_token", "padding_side", "model_max_length", "chat_template")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """Writes a trained model as a folder for other programs: transformers (safetensors), JAX
-    without this package (stablehlo), or llama.cpp (gguf)."""
+    without this package (stablehlo), llama.cpp (gguf), or onnxruntime (onnx)."""
 
     run: str | None = None
     """Folder of a run of experiments.gpt, bert or t5, or of experiments.vision --model vit."""
@@ -32,10 +32,11 @@ class ExportOptions:
     """In place of a run, a Hugging Face folder, or a name on its hub, ORG/NAME[@REVISION]."""
     out: Path
     """Folder to write."""
-    format: Literal["safetensors", "stablehlo", "gguf"] = "safetensors"
+    format: Literal["safetensors", "stablehlo", "gguf", "onnx"] = "safetensors"
     """safetensors: what from_pretrained of transformers opens. stablehlo: the forward pass as a
     program that jax.export opens, for any number and length of rows, and the weights. gguf: one
-    file of a GPT-2, Llama, Mistral, Qwen or Gemma, with its tokenizer."""
+    file of a GPT-2, Llama, Mistral, Qwen or Gemma, with its tokenizer. onnx: the forward pass as
+    PyTorch exports that of transformers."""
     step: int | None = None
     """Which checkpoint; by default the best one."""
     family: str | None = None
@@ -65,7 +66,7 @@ class ExportOptions:
 OF_RUNS = ("step", "member", "onto", "adapter", "compare_on")
 OF_FORMATS = {
     **dict.fromkeys(("quantize", "adapter", "compare_on"), ("safetensors",)),
-    "family": ("safetensors", "gguf"),
+    "family": ("safetensors", "gguf", "onnx"),
     "max_shard_gb": ("safetensors", "stablehlo"),
 }
 
@@ -105,6 +106,10 @@ def run_export(options: ExportOptions, rest: list[str]) -> int:
     if options.format == "gguf":
         name = gguf_file.save(options.out, source.model, source.params, **given)
         print(f"{options.out}: {gguf_file.FILE} of llama.cpp's architecture {name}")
+        return 0
+    if options.format == "onnx":
+        takes = ", ".join(onnx_file.save(options.out, source.model, source.params, **given))
+        print(f"{options.out}: {onnx_file.FILE} takes {takes}")
         return 0
     weights.save(
         options.out, source.model, source.params, quantize=options.quantize, **given, **shards
