@@ -160,6 +160,11 @@ def make_rows():
         pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
 
 
+def make_sentence_pairs():
+    rows = [f"he has {n},she has {n},{'ab'[n % 2]}" for n in range(9)]
+    pathlib.Path("pairs.csv").write_text("\n".join(["more,less,kind", *rows]))
+
+
 def make_module():
     pathlib.Path("sine.py").write_text(MODULE)
 
@@ -176,6 +181,7 @@ MADE = {
     r"FOLDER|VIT": [make_images],
     r"chat\.jsonl|(pairs|judged)\.jsonl|PAIRS": [make_conversations],
     r"rows\.|names\.|questions\.": [make_rows],
+    r"pairs\.csv": [make_sentence_pairs],
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],

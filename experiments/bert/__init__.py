@@ -27,9 +27,10 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from experiments.bert import answers, classify, mask, tags
-from experiments.bert.common import FIRST, MASK, Text, row_length, special_id
+from experiments.bert.common import Text, row_length
 from experiments.members import of_members
 from jaxtrain import data
+from jaxtrain.data.masking import FIRST, MASK, special_id
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host.least import check_least
 from jaxtrain.models import encoder

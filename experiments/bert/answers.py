@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
+from jaxtrain.data.masking import FIRST, special_id
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
@@ -91,7 +92,7 @@ class AnswerRows:
         rows: Sequence[Mapping[str, Any]],
     ):
         self.length, self.typed = common.row_length(config, model), (model.token_types or 1) > 1
-        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
+        self.ends = special_id(tokenizer, FIRST), int(tokenizer.eod)
         self.questions = [dict(row) | {"answers": answers_of(row)} for row in rows]
         asked = tokenizer.encode_batch([row["question"] for row in rows])
         self._asked = [tokens[: self.length // 2] for tokens in asked]

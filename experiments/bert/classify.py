@@ -10,6 +10,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
+from jaxtrain.data.masking import FIRST, special_id
 from jaxtrain.host import extras
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
@@ -96,7 +97,7 @@ class LabelledRows:
         classes: Sequence[str],
     ):
         self.length = common.row_length(config, model)
-        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
+        self.ends = special_id(tokenizer, FIRST), int(tokenizer.eod)
         self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
         self.weights_K, self.typed = np.ones(len(classes)), (model.token_types or 1) > 1
         parts = ([str(row.get(name) or "") for row in rows] for name in (config.field, "text_pair"))

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 
 from jaxtrain import data
+from jaxtrain.data.masking import FIRST, special_id
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
 HELD_OUT = 0.2
-# What a tokenizer calls the token that begins a row and the one that masks: BERT's, RoBERTa's.
-FIRST, MASK = ("[CLS]", "<s>"), ("[MASK]", "<mask>")
 # The metadata of an experiment whose loss is not of a token of text.
 BY_ACCURACY = {"best_metric": "accuracy", "best_mode": "max", "derived": lambda means: {}}
 
@@ -45,17 +44,6 @@ class Text:
 def row_length(config: Any, model: EncoderConfig) -> int:
     """Tokens per row."""
     return config.seq_len or model.seq_len
-
-
-def special_id(tokenizer: data.SubwordTokenizer, names: Sequence[str]) -> int:
-    """The first of some special tokens that a tokenizer has."""
-    for name in names:
-        if (id := tokenizer.special_id(name.encode())) is not None:
-            return id
-    raise ValueError(
-        f"the tokenizer has no token {' or '.join(names)}: give --tokenizer an encoder's, as of "
-        "BERT or RoBERTa, or a number"
-    )
 
 
 def split_of(config: Any) -> data.Split:

@@ -7,6 +7,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
+from jaxtrain.data.masking import MASK, special_id
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
@@ -26,10 +27,7 @@ def text_of(
     store = data.cached_store(split, tokenizer)
     corpora = store.corpus("train"), store.corpus("held_out")
     train, held_out = (common.fragments(config, model, tokenizer, corpus) for corpus in corpora)
-    masking = {
-        "mask": common.special_id(tokenizer, common.MASK),
-        "vocab_size": tokenizer.vocab_size,
-    }
+    masking = {"mask": special_id(tokenizer, MASK), "vocab_size": tokenizer.vocab_size}
     masking["rate"] = config.mask_rate
     return common.Text(
         tokenizer,

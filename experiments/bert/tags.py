@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
+from jaxtrain.data.masking import FIRST, special_id
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
@@ -96,7 +97,7 @@ class TagRows:
         rows: Sequence[Mapping[str, Any]],
     ):
         self.length, self.cut = common.row_length(config, model), 0
-        self.ends = common.special_id(tokenizer, common.FIRST), int(tokenizer.eod)
+        self.ends = special_id(tokenizer, FIRST), int(tokenizer.eod)
         self._tokens, self._places, self._tags = [], [], []
         texts = [" ".join(row["tokens"]) for row in rows]
         for row, (ids_N, letters_N2) in zip(rows, tokenizer.encode_placed(texts), strict=True):

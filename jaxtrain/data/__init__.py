@@ -60,6 +60,7 @@ from jaxtrain.data.sources import hash_fraction as hash_fraction
 from jaxtrain.data.sources import open_text as open_text
 from jaxtrain.data.sources import python_stdlib as python_stdlib
 from jaxtrain.data.sources import read_rows as read_rows
+from jaxtrain.data.sources import read_table as read_table
 from jaxtrain.data.sources import text_folder as text_folder
 from jaxtrain.data.sources import texts_of_rows as texts_of_rows
 from jaxtrain.data.store import MappedTokens as MappedTokens

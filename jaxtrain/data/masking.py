@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxtrain.data.loader import RowSource, shuffled
 from jaxtrain.data.packing import Corpus, packed_shapes
+from jaxtrain.data.tokenizers import Tokenizer
 
 # Of the tokens that are chosen, these shares are masked and replaced; the others stay (Devlin et
 # al. 2018, https://arxiv.org/abs/1810.04805, section 3.1).
@@ -21,6 +22,20 @@ MASKED, REPLACED = 0.8, 0.1
 NOISE, SPAN = 0.15, 3
 # Every stretch of text is a row so many times, each with other spans.
 VERSIONS = 4
+
+# What a tokenizer calls the token that begins a row and the one that masks: BERT's, RoBERTa's.
+FIRST, MASK = ("[CLS]", "<s>"), ("[MASK]", "<mask>")
+
+
+def special_id(tokenizer: Tokenizer, names: Sequence[str]) -> int:
+    """The first of some special tokens that a tokenizer has."""
+    for name in names:
+        if (id := tokenizer.special_id(name.encode())) is not None:
+            return id
+    raise ValueError(
+        f"the tokenizer has no token {' or '.join(names)}: give an encoder's, as of "
+        "BERT or RoBERTa, or a number"
+    )
 
 
 class Fragments:

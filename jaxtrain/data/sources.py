@@ -297,13 +297,45 @@ def read_rows(
     Raises:
       ValueError: a row lacks one of `fields`, a side is empty, or a file is damaged.
     """
-    root = as_path(path)
-    files = sorted(root.iterdir()) if is_folder(root) else [root] * exists(root)
-    files = [file for file in files if not file.name.startswith(".")]
-    if not files or not all(file.name.lower().endswith(TABLE_SUFFIXES) for file in files):
+    if not (files := _tables(path)):
         return None
     kept = [file for file in files if file.name.split(".")[0] in ("validation", "dev", "test")]
     sides = [], []
+    for file, number, row in _checked_rows(files, tuple(fields)):
+        draw = hash_fraction(f"{file.name}:{number}") < held_out
+        sides[file in kept if kept else draw].append(row)
+    if not all(sides):
+        raise ValueError(
+            f"'{path}' has {len(sides[0])} rows to train on and {len(sides[1])} held out: give "
+            "more rows, or a folder with train.* and validation.*"
+        )
+    return sides
+
+
+def read_table(path: str | os.PathLike[str], fields: Iterable[str]) -> list[dict[str, Any]]:
+    """Returns all rows of JSON lines, CSV, TSV or Parquet, of a file or folder.
+
+    Raises:
+      ValueError: there are none, a row lacks one of `fields`, or a file is damaged.
+    """
+    found = [row for *_, row in _checked_rows(_tables(path), tuple(fields))]
+    if not found:
+        raise ValueError(f"'{path}' has no rows: give a file of {', '.join(TABLE_SUFFIXES)}")
+    return found
+
+
+def _tables(path: str | os.PathLike[str]) -> list[epath.Path]:
+    """The files of rows that a path names; none where any of them is of another kind."""
+    root = as_path(path)
+    files = sorted(root.iterdir()) if is_folder(root) else [root] * exists(root)
+    files = [file for file in files if not file.name.startswith(".")]
+    return files if all(file.name.lower().endswith(TABLE_SUFFIXES) for file in files) else []
+
+
+def _checked_rows(
+    files: Iterable[epath.Path], fields: Collection[str]
+) -> Iterator[tuple[epath.Path, int, dict[str, Any]]]:
+    """The rows of files with their numbers; each has all of the fields."""
     for file in files:
         for number, row in enumerate(_rows_of(file), 1):
             if lacking := [name for name in fields if row.get(name) in (None, "")]:
@@ -312,14 +344,7 @@ def read_rows(
                 if lacking[0] in row:
                     wrong = f"has an empty '{lacking[0]}': fill it in"
                 raise ValueError(f"'{file}' row {number} {wrong}, or drop such rows")
-            draw = hash_fraction(f"{file.name}:{number}") < held_out
-            sides[file in kept if kept else draw].append(row)
-    if not all(sides):
-        raise ValueError(
-            f"'{path}' has {len(sides[0])} rows to train on and {len(sides[1])} held out: give "
-            "more rows, or a folder with train.* and validation.*"
-        )
-    return sides
+            yield file, number, row
 
 
 def fields_of(path: str | os.PathLike[str]) -> tuple[str, ...]:

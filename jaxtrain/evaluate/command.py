@@ -12,6 +12,7 @@ import tyro
 
 import jaxtrain
 from jaxtrain import data
+from jaxtrain.evaluate import pairs
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.host import extras
@@ -20,7 +21,7 @@ from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import MeshShape
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import Opened, mesh_for, open_decoder
+from jaxtrain.serve.opening import Opened, mesh_for, open_decoder, open_model
 
 # In the folder of a run that has been evaluated.
 RESULTS = "evaluations.jsonl"
@@ -31,7 +32,8 @@ ROWS = 4096
 @dataclasses.dataclass(frozen=True)
 class EvaluateOptions:
     """Evaluates a trained decoder: perplexity and bits per byte of texts, and tasks of
-    lm-evaluation-harness.
+    lm-evaluation-harness; and, as an encoder of masked tokens too, which sentences of pairs it
+    finds likelier.
 
     Results are printed. Those of a run are also added to evaluations.jsonl in its folder, with the
     command.
@@ -46,6 +48,9 @@ class EvaluateOptions:
     what training had."""
     field: str = "text"
     """The field of JSON lines and Parquet files that holds the text."""
+    pairs: tuple[str, ...] = ()
+    """Files of pairs of sentences, such as CrowS-Pairs: JSON lines, CSV, TSV or Parquet with more
+    (the stereotype), less, and perhaps kind, by which the results are told apart."""
     stride: int | None = None
     """Tokens between the rows of a long text: less leaves every token more before it, and takes
     more time. Left out, half of a row."""
@@ -71,18 +76,28 @@ class EvaluateOptions:
 def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
     """Prints the results, and adds them to a file."""
     del rest
-    if not options.data and not options.tasks:
-        raise ValueError("neither --data nor --tasks is given: name texts or tasks")
+    if not (options.data or options.tasks or options.pairs):
+        raise ValueError(
+            "neither --data nor --tasks nor --pairs is given: name texts, tasks, or pairs of "
+            "sentences"
+        )
     check_least(options, stride=1, shots=0, limit=1, rows=1)
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
     mesh = mesh_for(options.mesh)
-    opened = open_decoder(options.model, mesh=mesh, step=options.step)
-    given = {"rows": options.rows, "longest": options.longest}
-    scorer = Scorer(opened.model, opened.params, mesh=mesh, **given)
-    results: dict[str, Any] = {"texts": {}, "tasks": {}}
+    opening = open_decoder if options.data or options.tasks else open_model
+    opened = opening(options.model, mesh=mesh, step=options.step)
+    results: dict[str, Any] = {"texts": {}, "tasks": {}, "pairs": {}}
+    for name in options.pairs:
+        found = pairs.preferences(name, opened, mesh=mesh, rows=options.rows)
+        results["pairs"][name] = found
+        print(f"{name}: how often `more` is likelier than `less`, with intervals of 95 %")
+        print("\n".join(pairs.table_lines(found)), flush=True)
+    if options.data or options.tasks:
+        given = {"rows": options.rows, "longest": options.longest}
+        scorer = Scorer(opened.model, opened.params, mesh=mesh, **given)
     for name in options.data:
         found = perplexity(name, opened, scorer, stride=options.stride, field=options.field)
         results["texts"][name] = found

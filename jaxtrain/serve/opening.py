@@ -1,6 +1,7 @@
 """Opens a trained decoder, wherever it lies: what generation, evaluation and serving begin with."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -10,17 +11,17 @@ from jaxtrain.data import SubwordTokenizer, Tokenizer
 from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import MeshShape
-from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.run import trained
 from jaxtrain.sharding.mesh import make_mesh
-from jaxtrain.sharding.rules import param_shardings
+from jaxtrain.sharding.rules import as_rules, param_shardings
 
 
 class Opened(NamedTuple):
-    """A decoder, its parameters and tokenizer, and the local folder that it lies in."""
+    """A model of tokens, its parameters and tokenizer, and the local folder that it lies in."""
 
-    model: DecoderConfig
+    model: DecoderConfig | EncoderConfig
     params: Any
     tokenizer: Tokenizer
     folder: str
@@ -37,14 +38,25 @@ def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
     Raises:
       ValueError: there is no such model, it is no decoder, or its tokenizer is another's.
     """
+    return open_model(name, mesh=mesh, step=step, forms=("decoder",))
+
+
+def open_model(
+    name: str, *, mesh: Mesh, step: int | None = None, forms: Sequence[str] = ("decoder", "encoder")
+) -> Opened:
+    """Reads a model of one of some forms (:data:`jaxtrain.run.trained.FORMS`), as
+    :func:`open_decoder` a decoder."""
     folder, model, is_run = find_model(name)
-    if not isinstance(model, DecoderConfig):
-        raise ValueError(f"the model in '{folder}' is of the form {form_of(model)}: give a decoder")
+    if (form := form_of(model)) not in forms:
+        raise ValueError(
+            f"the model in '{folder}' is of the form {form}: give a {' or '.join(forms)}"
+        )
     if is_run:
         model, params, tokenizer = trained.load(folder, step, mesh=mesh)
     else:
         params = hf.open_weights(folder)
-        params = hf.load(params, param_shardings(params, mesh, decoder.RULES))
+        rules = as_rules(trained.FORMS[form][1].RULES)
+        params = hf.load(params, param_shardings(params, mesh, rules))
         tokenizer = SubwordTokenizer.load(folder)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
