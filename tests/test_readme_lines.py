@@ -146,8 +146,8 @@ def make_conversations():
 
 def make_rows():
     label = ["few", "many"]
-    csv = [f"stage {n} of {n},{label[n % 2]}" for n in range(90)]
-    pathlib.Path("rows.csv").write_text("\n".join(["text,label", *csv]))
+    csv = [f"stage {n} of {n},{label[n % 2]},{'abc'[n % 3]}" for n in range(90)]
+    pathlib.Path("rows.csv").write_text("\n".join(["text,label,group", *csv]))
     rows = [{"source": f"count {n}", "target": label[n % 2]} for n in range(90)]
     pathlib.Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tagged = [{"tokens": ["stage", str(n)], "tags": ["O", "B-N"]} for n in range(90)]
@@ -225,6 +225,11 @@ MADE = {
     r"teacher runs/teacher": [f"{GPT_RUN} runs/teacher"],
     r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],
     r"--init-from runs/masked": [f"python -m experiments.bert {SHORT} 2 --run-dir runs/masked"],
+    r"evaluate runs/classes": [
+        f"python -m experiments.bert --task classify {SHORT} 2 --run-dir runs/classes".replace(
+            "texts/", "rows.csv"
+        )
+    ],
     r"--init-from runs/spans|--run runs/spans": [
         f"python -m experiments.t5 {SHORT} 8 --run-dir runs/spans"
     ],

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
-from jaxtrain.data.masking import FIRST, special_id
+from jaxtrain.data.masking import FIRST, special_id, texts_row
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
@@ -121,7 +121,7 @@ class AnswerRows:
         number, first = self.windows[index]
         before = self.before(number)
         part = self._contexts[number][first : first + self.length - before - 1]
-        row = common.pair_row(self.ends, self._asked[number], part, self.length, typed=self.typed)
+        row = texts_row(self.ends, self._asked[number], part, self.length, typed=self.typed)
         span = np.zeros(2, np.int32)
         for text, start in self.questions[number]["answers"][:1]:
             starts_N, stops_N = self.letters[number].T

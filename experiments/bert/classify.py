@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
-from jaxtrain.data.masking import FIRST, special_id
+from jaxtrain.data.masking import FIRST, special_id, texts_row
 from jaxtrain.evaluate.groups import by_group, table_lines
 from jaxtrain.host import extras
 from jaxtrain.methods.group_dro import group_dro
@@ -178,10 +178,8 @@ class LabelledRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         label = self.labels[index]
-        text, pair = (part[index].tolist() for part in self._tokens)
-        while len(text) + len(pair) > self.length - 2 - bool(pair):
-            (text if len(text) >= len(pair) else pair).pop()
-        row = common.pair_row(self.ends, text, pair, self.length, typed=self.typed)
+        text, pair = (part[index] for part in self._tokens)
+        row = texts_row(self.ends, text, pair, self.length, typed=self.typed)
         own = {} if self.groups_NG is None else {"group": self.groups_NG[index]}
         return row | own | {"label": label, "mask": np.float32(self.weights_N[index])}
 

@@ -105,22 +105,3 @@ def of_sides(sides: Iterable[Sequence[Mapping[str, Any]]], *read: str) -> dict[s
     prints = tuple(hashlib.sha256(repr(rows).encode()).hexdigest()[:32] for rows in sides)
     unread = tuple(name for name in sides[0][0] if name not in read)
     return {"files": tuple(map(len, sides)), "prints": prints, "unread": unread}
-
-
-def pair_row(
-    ends: tuple[int, int],
-    text: Sequence[int],
-    pair: Sequence[int],
-    length: int,
-    *,
-    typed: bool = True,
-) -> dict[str, np.ndarray]:
-    """A row [T] of tokens between those that begin and end one, and perhaps a second text of
-    another type, which ends too."""
-    first, last = ends
-    both = [first, *text, last], [*pair, last] if len(pair) else []
-    tokens_T, segments_T, types_T = np.zeros((3, length), np.int32)
-    stop = len(both[0]) + len(both[1])
-    tokens_T[:stop], segments_T[:stop] = both[0] + both[1], 1
-    types_T[len(both[0]) : stop] = typed
-    return {"tokens": tokens_T, "segments": segments_T, "types": types_T}

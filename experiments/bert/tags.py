@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
-from jaxtrain.data.masking import FIRST, special_id
+from jaxtrain.data.masking import FIRST, special_id, texts_row
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
@@ -118,7 +118,7 @@ class TagRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         targets_T, mask_T = np.zeros(self.length, np.int32), np.zeros(self.length, np.float32)
         targets_T[self._places[index]], mask_T[self._places[index]] = self._tags[index], 1
-        row = common.pair_row(self.ends, self._tokens[index], (), self.length)
+        row = texts_row(self.ends, self._tokens[index], (), self.length)
         return row | {"targets": targets_T, "mask": mask_T}
 
 

@@ -38,6 +38,32 @@ def special_id(tokenizer: Tokenizer, names: Sequence[str]) -> int:
     )
 
 
+def texts_row(
+    ends: tuple[int, int],
+    text: Sequence[int],
+    pair: Sequence[int],
+    length: int,
+    *,
+    typed: bool = True,
+) -> dict[str, np.ndarray]:
+    """A row [T] of tokens between those that begin and end one, and perhaps a second text of
+    another type, which ends too. What is too long is cut, the longer text first.
+
+    >>> row = texts_row((8, 9), [1, 2, 3, 4], [5, 6], 8)
+    >>> row["tokens"].tolist(), row["types"].tolist()
+    ([8, 1, 2, 3, 9, 5, 6, 9], [0, 0, 0, 0, 0, 1, 1, 1])
+    """
+    (first, last), text, pair = ends, list(text), list(pair)
+    while len(text) + len(pair) > length - 2 - bool(pair):
+        (text if len(text) >= len(pair) else pair).pop()
+    both = [first, *text, last], [*pair, last] if pair else []
+    tokens_T, segments_T, types_T = np.zeros((3, length), np.int32)
+    stop = len(both[0]) + len(both[1])
+    tokens_T[:stop], segments_T[:stop] = both[0] + both[1], 1
+    types_T[len(both[0]) : stop] = typed
+    return {"tokens": tokens_T, "segments": segments_T, "types": types_T}
+
+
 class Fragments:
     """Documents cut into rows of their own: a grain RandomAccessDataSource.
 

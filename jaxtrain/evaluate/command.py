@@ -12,7 +12,7 @@ import tyro
 
 import jaxtrain
 from jaxtrain import data
-from jaxtrain.evaluate import pairs
+from jaxtrain.evaluate import groups, labelled, pairs
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.host import extras
@@ -33,7 +33,7 @@ ROWS = 4096
 class EvaluateOptions:
     """Evaluates a trained decoder: perplexity and bits per byte of texts, and tasks of
     lm-evaluation-harness; and, as an encoder of masked tokens too, which sentences of pairs it
-    finds likelier.
+    finds likelier; or a classifier, by groups of rows.
 
     Results are printed. Those of a run are also added to evaluations.jsonl in its folder, with the
     command.
@@ -51,6 +51,11 @@ class EvaluateOptions:
     pairs: tuple[str, ...] = ()
     """Files of pairs of sentences, such as CrowS-Pairs: JSON lines, CSV, TSV or Parquet with more
     (the stereotype), less, and perhaps kind, by which the results are told apart."""
+    labelled: tuple[str, ...] = ()
+    """Files of labelled rows, of text, label and perhaps text_pair, for a classifier: JSON lines,
+    CSV, TSV or Parquet."""
+    group: str | None = None
+    """Field of labelled rows that names a row's group: accuracy and F1 are told by group too."""
     stride: int | None = None
     """Tokens between the rows of a long text: less leaves every token more before it, and takes
     more time. Left out, half of a row."""
@@ -76,11 +81,13 @@ class EvaluateOptions:
 def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
     """Prints the results, and adds them to a file."""
     del rest
-    if not (options.data or options.tasks or options.pairs):
+    if not (options.data or options.tasks or options.pairs or options.labelled):
         raise ValueError(
-            "neither --data nor --tasks nor --pairs is given: name texts, tasks, or pairs of "
-            "sentences"
+            "neither --data nor --tasks, --pairs nor --labelled is given: name texts, tasks, pairs "
+            "of sentences, or labelled rows"
         )
+    if options.group is not None and not options.labelled:
+        raise ValueError(f"--group is {options.group}: it is of --labelled rows; leave it out")
     check_least(options, stride=1, shots=0, limit=1, rows=1)
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
@@ -89,7 +96,12 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
     mesh = mesh_for(options.mesh)
     opening = open_decoder if options.data or options.tasks else open_model
     opened = opening(options.model, mesh=mesh, step=options.step)
-    results: dict[str, Any] = {"texts": {}, "tasks": {}, "pairs": {}}
+    results: dict[str, Any] = {"texts": {}, "tasks": {}, "pairs": {}, "labelled": {}}
+    for name in options.labelled:
+        how = {"group": options.group, "field": options.field, "rows": options.rows}
+        found = labelled.classified(name, opened, mesh=mesh, **how)
+        results["labelled"][name] = found
+        print("\n".join([f"{name}:", *groups.table_lines(found)]), flush=True)
     for name in options.pairs:
         found = pairs.preferences(name, opened, mesh=mesh, rows=options.rows)
         results["pairs"][name] = found

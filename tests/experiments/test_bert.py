@@ -18,6 +18,7 @@ from experiments.bert.common import split_of
 from jaxtrain import data, hf
 from jaxtrain.build import make_experiment_mesh, make_state, rows_of
 from jaxtrain.compare.parity import compare
+from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.run import trained
 from jaxtrain.run.loop import fit
@@ -238,6 +239,7 @@ def test_groups_weigh_what_is_asked_in_training_alone(weights, tmp_path):
     assert (rows_of(held_out)["mask"] == 1).all()
 
 
+@pytest.mark.slow
 def test_groups_are_told_apart_in_the_end(tmp_path, capsys):
     flags = [*SIZES, *SMALL, "--task", "classify", "--data", grouped(tmp_path / "rows")]
     flags += ["--group", "group", "--group-weights", "dro", "--run-dir", str(tmp_path / "run")]
@@ -245,6 +247,38 @@ def test_groups_are_told_apart_in_the_end(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"held-out, by group:\n  group +rows  accuracy .*\n  common +\d+ ", printed)
     assert re.search(r"\n  gap +\d+ +[\d.]+% \(", printed)
+
+
+@pytest.mark.slow
+def test_a_classifier_is_evaluated_by_groups_of_a_file(tmp_path, capsys):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data", grouped(tmp_path / "rows")]
+    main(Config, build, [*flags, "--run-dir", str(tmp_path / "run")])
+    capsys.readouterr()
+    path, run = grouped(tmp_path / "rows"), str(tmp_path / "run")
+    assert command(capsys, "export", "--run", run, "--out", str(tmp_path / "out"))[0] == 0
+    tables = []
+    for model in (run, str(tmp_path / "out")):
+        given = ["evaluate", model, "--labelled", path, "--group", "group", "--rows", "64"]
+        status, printed, _ = command(capsys, *given, "--out", str(tmp_path / "found.jsonl"))
+        assert status == 0
+        tables.append(printed.splitlines()[1:-1])
+    assert tables[0] == tables[1]
+    assert [line.split()[0] for line in tables[0]] == ["group", "all", "common", "rare", "gap"]
+    found = json.loads((tmp_path / "found.jsonl").read_text().splitlines()[0])["labelled"][path]
+    rows = data.read_table(path, ("text", "label", "group"))
+    config, params, tokenizer = trained.load(run)
+    ids = [[tokenizer.special_id(b"[CLS]"), *tokenizer.encode(x["text"]), 0] for x in rows]
+    right = []
+    for length in {len(row) for row in ids}:  # those of one length, without any padding
+        of_length = [i for i, row in enumerate(ids) if len(row) == length]
+        tokens = np.array([ids[i] for i in of_length], np.int32)
+        tokens[:, -1] = tokenizer.eod
+        guesses = encoder.logits(config, params, {"tokens": tokens}).argmax(-1)
+        right += [(i, int(guesses[k]) == int(rows[i]["label"])) for k, i in enumerate(of_length)]
+    right = [x for _, x in sorted(right)]
+    assert found["all"]["accuracy"][0] == pytest.approx(np.mean(right))
+    of_rare = [x for x, row in zip(right, rows, strict=True) if row["group"] == "rare"]
+    assert found["rare"]["accuracy"][0] == pytest.approx(np.mean(of_rare))
 
 
 @pytest.mark.slow
