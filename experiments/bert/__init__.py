@@ -223,6 +223,8 @@ def facts(config: Config, text: Text) -> dict[str, str]:
     """Returns the header's facts about the task and its text."""
     rows, files = (len(text.train), len(text.held_out)), text.files
     unread = {"not read": f"the fields {', '.join(text.unread)}"} if text.unread else {}
+    if text.groups:
+        unread["groups"] = ", ".join(text.groups)
     return {
         "task": text.task,
         "text": f"{language.text_name(config)}: {rows[0]:,} rows of {files[0]:,} texts to train "

@@ -23,6 +23,8 @@ PREDICTED = {"label": "", "mask": ""}
 # Its tests are about all the other packages, and larger than them together.
 NO_PACKAGE = {"test"}
 BASELINE_ROWS = 50_000
+# The accuracy of the group that has the least, by which checkpoints are chosen where groups weigh.
+WORST = "worst_group_accuracy"
 _MODULES = "sklearn.feature_extraction.text", "sklearn.linear_model"
 _NEEDS = "the baseline comes with scikit-learn"
 _sklearn = functools.partial(extras.load, _NEEDS, "vision", *_MODULES)
@@ -126,18 +128,37 @@ def _grouped(config: Any, sides: Sequence[Any], *rows: Any) -> dict[str, Any]:
         part.groups_NG = np.eye(len(groups), dtype=np.float32)[numbers]
     train, numbers_N = rows[0], rows[0].groups_NG.argmax(1)
     counts_G = np.bincount(numbers_N, minlength=len(groups))
-    more, weights = {}, config.group_weights
+    more, weights = {"derived": functools.partial(of_groups, groups)}, config.group_weights
+    if weights is not None:  # what it is for
+        more["best_metric"] = WORST
     if weights == "dro":
         if not counts_G.all():
             name = groups[counts_G.argmin()]
             raise ValueError(f"--group-weights is dro: no row to train on is of the group {name!r}")
-        more = {"method": group_dro(counts_G / counts_G.sum(), rate=config.group_rate)}
+        more["method"] = group_dro(counts_G / counts_G.sum(), rate=config.group_rate)
     elif weights is not None:
         fixed = equal_weights(numbers_N, len(groups))
         if weights != "equal":
             fixed = _read_weights(weights, groups)
         train.weights_N = train.weights_N * fixed[numbers_N]
     return {"groups": groups, "more": more}
+
+
+def of_groups(groups: Sequence[str], means: Mapping[str, Any]) -> dict[str, float]:
+    """The loss and accuracy of each group that a batch or a set has rows of, by name, and the worst
+    accuracy.
+
+    >>> of_groups("ab", {"group_accuracy": [0.5, np.nan], "accuracy": 0.5})
+    {'group/a/accuracy': 0.5, 'worst_group_accuracy': 0.5}
+    """
+    found = {
+        f"group/{name}/{kind}": float(value)
+        for kind in ("loss", "accuracy")
+        for name, value in zip(groups, np.ravel(means.get(f"group_{kind}", ())), strict=False)
+        if np.isfinite(value)
+    }
+    accuracies = [value for name, value in found.items() if name.endswith("/accuracy")]
+    return found | ({WORST: min(accuracies)} if accuracies else {})
 
 
 def _read_weights(text: str, groups: Sequence[str]) -> np.ndarray:

@@ -41,6 +41,7 @@ def save(
     torch = extras.load(needs, "onnx", "torch.onnx")
     library = extras.load(needs, "onnx", "transformers")
     extras.load(needs, "onnx", "onnxscript")
+    library.utils.logging.disable_progress_bar()
     if getattr(config, "head", "") == "score":
         raise ValueError(
             "a reward model is no ONNX file here, for transformers' needs a padding token to find "

@@ -243,10 +243,12 @@ def test_groups_weigh_what_is_asked_in_training_alone(weights, tmp_path):
 def test_groups_are_told_apart_in_the_end(tmp_path, capsys):
     flags = [*SIZES, *SMALL, "--task", "classify", "--data", grouped(tmp_path / "rows")]
     flags += ["--group", "group", "--group-weights", "dro", "--run-dir", str(tmp_path / "run")]
-    main(Config, build, flags)
+    main(Config, build, [*flags, "--eval-first", "--save-best"])
     printed = capsys.readouterr().out
     assert re.search(r"held-out, by group:\n  group +rows  accuracy .*\n  common +\d+ ", printed)
     assert re.search(r"\n  gap +\d+ +[\d.]+% \(", printed)
+    assert re.search(r"\n  group/rare/accuracy( +\d\.\d+){2} +[-+]\d\.\d+\n", printed)
+    assert "eval/worst_group_accuracy" in printed
 
 
 @pytest.mark.slow
