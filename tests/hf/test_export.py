@@ -210,10 +210,8 @@ GGUF = {
 }
 
 
-@pytest.mark.parametrize(
-    "family",
-    [x if x in ("llama", "gpt2") else pytest.param(x, marks=pytest.mark.slow) for x in GGUF],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", GGUF)
 def test_transformers_computes_the_same_of_a_gguf_file(family, tmp_path):
     library, gguf = models.transformers(), pytest.importorskip("gguf")
     import torch
@@ -302,6 +300,49 @@ def test_a_gguf_file_has_the_tokenizer(kind, tmp_path):
     read = pytest.importorskip("gguf").GGUFReader(folder / "model.gguf").fields
     assert len(read["tokenizer.ggml.tokens"].data) == 330
     assert read["tokenizer.ggml.add_bos_token"].contents() == (kind == "llama")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        x if x in ("llama", "gpt2") else pytest.param(x, marks=pytest.mark.slow)
+        for x in [*GGUF, "stretched"]
+    ],
+)
+def test_llama_cpp_computes_the_same(family, tmp_path):
+    """Of numbers of tokens, and of texts, which it cuts into tokens itself."""
+    cpp, tokenizers = pytest.importorskip("xllamacpp"), pytest.importorskip("tokenizers")
+    config = GGUF.get(family, dataclasses.replace(LLAMA, rope_scaling=LLAMA3))
+    own = sentencepiece() if family in ("llama", "gemma2") else byte_level().to_json()
+    wanted = tokenizers.Tokenizer.from_str(own)
+    size = wanted.get_vocab_size()
+    config = dataclasses.replace(config, vocab_size=size, seq_len=max(64, config.seq_len))
+    params, file = drawn(decoder, config), tmp_path / "model" / "model.gguf"
+    fields = {"bos_token_id": 1, "eos_token_id": 2}
+    family = family if family in GGUF else "llama"
+    files = {"tokenizer.json": own}
+    gguf_file.save(file.parent, config, params, family=family, fields=fields, files=files)
+    options = cpp.CommonParams()
+    options.model.path, options.n_ctx, options.n_parallel = str(file), 64, 1
+    options.warmup, options.cpuparams.n_threads = False, 1
+    # Neither keys and values nor scores in float16.
+    options.cache_type_k = options.cache_type_v = cpp.ggml_type.GGML_TYPE_F32
+    options.flash_attn_type = cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server = cpp.Server(options)
+    draw = {"n_predict": 1, "n_probs": size, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    # It has the GELU of 65,536 numbers in float16, in a table.
+    close = 2e-5 if config.mlp == "swiglu" else 2e-3
+    asked = [np.random.default_rng(0).integers(3, 60, n).tolist() for n in (3, 20)]
+    for prompt in (*asked, *TEXTS[:2]):
+        given = {"prompt": prompt, "cache_prompt": False, "seed": 1, "ignore_eos": True}
+        (found,) = server.handle_completions(given | draw)["choices"][0]["logprobs"]["content"]
+        theirs = {each["id"]: each["logprob"] for each in found["top_logprobs"]}
+        ids = wanted.encode(prompt).ids if isinstance(prompt, str) else prompt
+        ours = jax.nn.log_softmax(decoder.logits(config, params, np.array([ids]))[0, -1])
+        ours = ours - jax.nn.logsumexp(ours[np.array(list(theirs))])  # without the end of texts
+        assert len(theirs) >= size - 2
+        for id, logprob in theirs.items():
+            assert logprob == pytest.approx(float(ours[id]), abs=close), (prompt, id)
 
 
 def test_what_llama_cpp_lacks_is_refused():
