@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxtrain.data import SubwordTokenizer, Tokenizer
+from jaxtrain.data import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import adapters, gguf_file, hub, merging, onnx_file, stablehlo, weights
 from jaxtrain.host import quiet
@@ -174,6 +174,8 @@ def _of_run(options: ExportOptions) -> _Source:
         if TEMPLATE in files:
             told.pop("chat_template", None)
         files[TOKENIZER_CONFIG] = json_text(told)
+    if isinstance(tokenizer, ByteTokenizer):
+        fields = {"eos_token_id": tokenizer.eod} if options.format == "gguf" else {}
     if tokenizer is None:
         fields = stored.get("special_tokens") or {}
         files = {weights.PREPROCESSOR: weights.preprocessor(model, stored.get("pixels"))}

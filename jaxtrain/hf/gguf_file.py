@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
+from jaxtrain.data.tokenizers import EOD, ByteTokenizer, byte_alphabet
 from jaxtrain.hf.families import family_for
 from jaxtrain.hf.weights import check_new, written
 from jaxtrain.host import extras
@@ -58,7 +59,8 @@ def save(
       config, params, family, fields: as of :func:`jaxtrain.hf.save`.
       dtype: of the tables and kernels; None means that of each.
       files: texts by name, of which tokenizer.json, the chat template and tokenizer_config.json
-        go into the file; without the first it has no tokenizer.
+        go into the file; without the first, the tokenizer is that of bytes where there are as many
+        tokens, and else there is none.
 
     Raises:
       ImportError: the package gguf is not installed.
@@ -174,13 +176,24 @@ def _kind(dtype: np.dtype) -> str:
 
 
 def _tokenizer(files: Mapping[str, str], vocab_size: int) -> dict[str, Any]:
-    """What llama.cpp knows of a tokenizer.json; nothing where there is none.
+    """What llama.cpp knows of a tokenizer.json, or of bytes; nothing where there is neither.
 
     Raises:
       ValueError: it has no such tokenizer.
     """
     if "tokenizer.json" not in files:
-        return {}
+        if vocab_size != (bytes_ := ByteTokenizer()).vocab_size:
+            return {}
+        letters = sorted(byte_alphabet().items(), key=lambda pair: pair[1])
+        return {
+            "tokens": [*(letter for letter, _ in letters), EOD],
+            "types": [NORMAL] * bytes_.eod + [CONTROL],
+            "add_bos": False,
+            "model": "gpt2",
+            "pre": "gpt-2",
+            # llama.cpp wants one at least: of bytes that are in no UTF-8.
+            "merges": [" ".join([letters[255][0]] * 2)],
+        }
     own = json.loads(files["tokenizer.json"])
     model, text = own["model"], json.dumps([own["pre_tokenizer"], own["decoder"]])
     if model["type"] != "BPE":
