@@ -27,6 +27,7 @@ from jaxtrain.engines.pipeline import balance, draw
 from jaxtrain.engines.pipeline.tables import SCHEDULES, make_table
 from jaxtrain.evaluate import command as evaluate
 from jaxtrain.hf import command as hf
+from jaxtrain.hf import export_command as export
 from jaxtrain.hf import shrink_command as shrink
 from jaxtrain.host import output, quiet
 from jaxtrain.host.paths import check_on_disk
@@ -339,6 +340,7 @@ COMMANDS = {
     "landscape": Command(landscape.LandscapeOptions, landscape.run_landscape, passes_on=True),
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),
+    "export": Command(export.ExportOptions, export.run_export),
     "hf": Command(hf.HFOptions, hf.run_hf),
     "shrink": Command(shrink.ShrinkOptions, shrink.run_shrink),
     "evaluate": Command(evaluate.EvaluateOptions, evaluate.run_evaluate),

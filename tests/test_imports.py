@@ -15,7 +15,7 @@ import importlib, pkgutil, sys
 
 OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs"}
 OPTIONAL |= {"kubernetes", "mpi4py", "tokenizers", "pyarrow", "sklearn", "matplotlib"}
-OPTIONAL |= {"torch", "huggingface_hub", "wandb", "mlflow", "trackio", "pynvml"}
+OPTIONAL |= {"gguf", "torch", "huggingface_hub", "wandb", "mlflow", "trackio", "pynvml"}
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -122,7 +122,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 58956
+CEILING = 60121
 
 
 def test_the_house_does_not_grow_unseen():

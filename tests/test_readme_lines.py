@@ -144,8 +144,8 @@ def make_conversations():
 
 def make_rows():
     label = ["few", "many"]
-    csv = [f"stage {n} of {n},{label[n % 2]}" for n in range(90)]
-    pathlib.Path("rows.csv").write_text("\n".join(["text,label", *csv]))
+    csv = [f"stage {n} of {n},{label[n % 2]},{'abc'[n % 3]}" for n in range(90)]
+    pathlib.Path("rows.csv").write_text("\n".join(["text,label,group", *csv]))
     rows = [{"source": f"count {n}", "target": label[n % 2]} for n in range(90)]
     pathlib.Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tagged = [{"tokens": ["stage", str(n)], "tags": ["O", "B-N"]} for n in range(90)]
@@ -156,6 +156,11 @@ def make_rows():
     ]
     for name, lines in (("names.jsonl", tagged), ("questions.jsonl", asked)):
         pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
+
+
+def make_sentence_pairs():
+    rows = [f"he has {n},she has {n},{'ab'[n % 2]}" for n in range(9)]
+    pathlib.Path("pairs.csv").write_text("\n".join(["more,less,kind", *rows]))
 
 
 def make_module():
@@ -174,6 +179,7 @@ MADE = {
     r"FOLDER|VIT": [make_images],
     r"chat\.jsonl|(pairs|judged)\.jsonl|PAIRS": [make_conversations],
     r"rows\.|names\.|questions\.": [make_rows],
+    r"pairs\.csv": [make_sentence_pairs],
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],
@@ -217,6 +223,11 @@ MADE = {
     r"teacher runs/teacher": [f"{GPT_RUN} runs/teacher"],
     r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],
     r"--init-from runs/masked": [f"python -m experiments.bert {SHORT} 2 --run-dir runs/masked"],
+    r"evaluate runs/classes": [
+        f"python -m experiments.bert --task classify {SHORT} 2 --run-dir runs/classes".replace(
+            "texts/", "rows.csv"
+        )
+    ],
     r"--init-from runs/spans|--run runs/spans": [
         f"python -m experiments.t5 {SHORT} 8 --run-dir runs/spans"
     ],

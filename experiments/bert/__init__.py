@@ -33,6 +33,7 @@ from jaxtrain import data
 from jaxtrain.data.enclosed import FIRST, MASK, row_ends, special_id
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host.least import check_least
+from jaxtrain.methods.group_dro import RATE
 from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.optim.rules import LEARNING_RATES
@@ -69,6 +70,15 @@ class Config(language.Config):
     """Number of classes: the largest packages or folders; labelled rows have all of theirs."""
     class_weights: bool = False
     """Weigh labelled rows by their class, so that all classes count the same in training."""
+    group: str | None = None
+    """Field of labelled rows that names a row's group: held-out accuracy and F1 are told by group,
+    and --group-weights may weigh them."""
+    group_weights: str | None = None
+    """How much groups count in training: equal, as if all had as many rows; fixed weights of rows,
+    NAME=W,NAME=W; or dro, group DRO: those with a larger loss count more. Left out, each row
+    counts the same."""
+    group_rate: float = RATE
+    """Rate at which the weights of group DRO follow the losses of the groups."""
     tag_names: tuple[str, ...] = ()
     """Names of the tags 0, 1 and so on, such as O B-PER I-PER, where rows have numbers; left out,
     tags are named by the rows."""
@@ -92,12 +102,13 @@ def build(config: Config) -> jt.Experiment:
     check_least(config, classes=2, held_out_rows=1, examples=0, stride=0)
     task = TASKS[config.task]
     config, split, sides = task.open_rows(config)
-    for name, of in (("class_weights", classify), ("tag_names", tags)):
+    for name, of in (("class_weights", classify), ("group", classify), ("tag_names", tags)):
         if getattr(config, name) and (task is not of or sides is None):
             raise ValueError(
                 f"--{name.replace('_', '-')} is for labelled rows: give --task and --data with "
                 f"rows of {of.FIELDS}, or leave it out"
             )
+    classify.check_groups(config)
     tokenizer = open_tokenizer(config, split)
     model = model_config(config, tokenizer.vocab_size)
     text = task.text_of(config, model, split if sides is None else sides, tokenizer)
@@ -213,6 +224,8 @@ def facts(config: Config, text: Text) -> dict[str, str]:
     """Returns the header's facts about the task and its text."""
     rows, files = (len(text.train), len(text.held_out)), text.files
     unread = {"not read": f"the fields {', '.join(text.unread)}"} if text.unread else {}
+    if text.groups:
+        unread["groups"] = ", ".join(text.groups)
     return {
         "task": text.task,
         "text": f"{language.text_name(config)}: {rows[0]:,} rows of {files[0]:,} texts to train "

@@ -11,7 +11,10 @@ import numpy as np
 from experiments.bert import common
 from jaxtrain import data
 from jaxtrain.data.enclosed import TextRows
+from jaxtrain.evaluate.groups import by_group, table_lines
 from jaxtrain.host import extras
+from jaxtrain.methods.group_dro import group_dro
+from jaxtrain.methods.population import Population
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
@@ -20,6 +23,8 @@ PREDICTED = {"label": "", "mask": ""}
 # Its tests are about all the other packages, and larger than them together.
 NO_PACKAGE = {"test"}
 BASELINE_ROWS = 50_000
+# The accuracy of the group that has the least, by which checkpoints are chosen where groups weigh.
+WORST = "worst_group_accuracy"
 _MODULES = "sklearn.feature_extraction.text", "sklearn.linear_model"
 _NEEDS = "the baseline comes with scikit-learn"
 _sklearn = functools.partial(extras.load, _NEEDS, "vision", *_MODULES)
@@ -78,11 +83,96 @@ def labelled_text(
     classes = tuple(sorted(names, key=int if all(map(str.isdecimal, names)) else str))
     train, held_out = (LabelledRows(config, model, tokenizer, rows, classes) for rows in sides)
     if config.class_weights:
-        counts_K = np.bincount(train.labels, minlength=len(classes))
-        train.weights_K = len(train) / len(classes) / np.maximum(counts_K, 1)
+        train.weights_N = equal_weights(train.labels, len(classes))[train.labels]
+    of_groups = {} if config.group is None else _grouped(config, sides, train, held_out)
     some, task = data.spread(held_out, config.held_out_rows), ", ".join(classes)
-    found = common.of_sides(sides, config.field, "text_pair", "label") | {"classes": classes}
+    read = (config.field, "text_pair", "label", *([config.group] if config.group else []))
+    found = common.of_sides(sides, *read) | {"classes": classes} | of_groups
     return common.Text(tokenizer, train, some, task=f"which of {len(classes)}: {task}", **found)
+
+
+def check_groups(config: Any) -> None:
+    """Refuses flags of groups that need others."""
+    if config.group is None:
+        if config.group_weights is not None:
+            raise ValueError("--group-weights is given without --group: name the field of groups")
+        return
+    if config.group_weights == "dro" and config.population != Population():
+        raise ValueError(
+            "--group-weights dro is for one training, and --population makes several: give equal "
+            "or fixed weights"
+        )
+    if config.group_rate < 0:
+        raise ValueError(f"--group-rate is {config.group_rate}: give a number of at least 0")
+
+
+def equal_weights(numbers_N: np.ndarray, count: int) -> np.ndarray:
+    """Weights of rows by their number, from 0 to count - 1, with which all numbers count alike.
+
+    >>> equal_weights(np.array([0, 0, 0, 1]), 2)
+    array([0.66666667, 2.        ])
+    """
+    counts = np.bincount(numbers_N, minlength=count)
+    return len(numbers_N) / count / np.maximum(counts, 1)
+
+
+def _grouped(config: Any, sides: Sequence[Any], *rows: Any) -> dict[str, Any]:
+    """Gives rows to train on and held out their groups, and those to train on the groups' weights;
+    returns fields of a Text."""
+    found = [[row.get(config.group) for row in side] for side in sides]
+    if any(name in (None, "") for side in found for name in side):
+        raise ValueError(f"--group is {config.group}: some rows lack that field; fill it in")
+    groups = tuple(sorted({str(name) for side in found for name in side}))
+    for part, side in zip(rows, found, strict=True):
+        numbers = np.array([groups.index(str(name)) for name in side])
+        part.groups_NG = np.eye(len(groups), dtype=np.float32)[numbers]
+    train, numbers_N = rows[0], rows[0].groups_NG.argmax(1)
+    counts_G = np.bincount(numbers_N, minlength=len(groups))
+    more, weights = {"derived": functools.partial(of_groups, groups)}, config.group_weights
+    if weights is not None:  # what it is for
+        more["best_metric"] = WORST
+    if weights == "dro":
+        if not counts_G.all():
+            name = groups[counts_G.argmin()]
+            raise ValueError(f"--group-weights is dro: no row to train on is of the group {name!r}")
+        more["method"] = group_dro(counts_G / counts_G.sum(), rate=config.group_rate)
+    elif weights is not None:
+        fixed = equal_weights(numbers_N, len(groups))
+        if weights != "equal":
+            fixed = _read_weights(weights, groups)
+        train.weights_N = train.weights_N * fixed[numbers_N]
+    return {"groups": groups, "more": more}
+
+
+def of_groups(groups: Sequence[str], means: Mapping[str, Any]) -> dict[str, float]:
+    """The loss and accuracy of each group that a batch or a set has rows of, by name, and the worst
+    accuracy.
+
+    >>> of_groups("ab", {"group_accuracy": [0.5, np.nan], "accuracy": 0.5})
+    {'group/a/accuracy': 0.5, 'worst_group_accuracy': 0.5}
+    """
+    found = {
+        f"group/{name}/{kind}": float(value)
+        for kind in ("loss", "accuracy")
+        for name, value in zip(groups, np.ravel(means.get(f"group_{kind}", ())), strict=False)
+        if np.isfinite(value)
+    }
+    accuracies = [value for name, value in found.items() if name.endswith("/accuracy")]
+    return found | ({WORST: min(accuracies)} if accuracies else {})
+
+
+def _read_weights(text: str, groups: Sequence[str]) -> np.ndarray:
+    pairs = [each.rpartition("=") for each in text.split(",")]
+    try:
+        found = {name: float(value) for name, _, value in pairs}
+    except ValueError:
+        found = {}
+    if set(found) != set(groups) or not all(0 <= w < np.inf for w in found.values()):
+        raise ValueError(
+            f"--group-weights is {text}: give equal, dro, or a number of at least 0 for each "
+            f"group, as in {','.join(f'{name}=1' for name in groups)}"
+        )
+    return np.array([found[name] for name in groups])
 
 
 class LabelledRows(TextRows):
@@ -100,14 +190,16 @@ class LabelledRows(TextRows):
         typed = (model.token_types or 1) > 1
         super().__init__(tokenizer, *parts, common.row_length(config, model), typed=typed)
         self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
-        self.weights_K = np.ones(len(classes))
+        self.weights_N = np.ones(len(rows))
+        self.groups_NG: np.ndarray | None = None
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        label = self.labels[index]
-        return super().__getitem__(index) | {
-            "label": label,
-            "mask": np.float32(self.weights_K[label]),
-        }
+        own = {} if self.groups_NG is None else {"group": self.groups_NG[index]}
+        return (
+            super().__getitem__(index)
+            | own
+            | {"label": self.labels[index], "mask": np.float32(self.weights_N[index])}
+        )
 
 
 def class_of(name: str) -> str:
@@ -154,6 +246,12 @@ def conclude(
         f"held-out: {means['accuracy']:.1%} of {len(labels):,} fragments right, {begun}",
         f"TF-IDF with logistic regression: {baseline(text):.1%}; always the largest: {often:.1%}",
     ]
+    if text.groups:
+        size = min(config.global_batch, len(labels))
+        guesses = common.outputs(model, state, text.held_out, lambda x: x.argmax(-1), size=size)
+        numbers = np.array([row["group"].argmax() for row in text.held_out])
+        found = by_group(labels, guesses, numbers, text.groups)
+        lines += ["", f"held-out, by {config.group}:", *table_lines(found)]
     if not config.examples:
         return lines
     lines += ["", "held-out fragments, where they are from, and what it says:", ""]

@@ -22,7 +22,7 @@ BY_ACCURACY = {"best_metric": "accuracy", "best_mode": "max", "derived": lambda 
 @dataclasses.dataclass(frozen=True)
 class Text:
     """Rows to train on and held-out rows, of how many files and which; the task in words, their
-    tokenizer, the names of classes, fields that are not read, and more of the experiment."""
+    tokenizer, names of classes and groups, fields that are not read, and more of the experiment."""
 
     tokenizer: data.SubwordTokenizer
     train: Any
@@ -31,6 +31,7 @@ class Text:
     prints: tuple[str, ...]
     task: str
     classes: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -38,7 +39,8 @@ class Text:
     def fingerprints(self) -> dict[str, str]:
         """The fingerprints of the text, by name."""
         found = dict(zip(("text", "held_out_text"), self.prints, strict=True))
-        return found | ({"classes": ", ".join(self.classes)} if self.classes else {})
+        named = {"classes": self.classes, "groups": self.groups}
+        return found | {name: ", ".join(each) for name, each in named.items() if each}
 
 
 def row_length(config: Any, model: EncoderConfig) -> int:

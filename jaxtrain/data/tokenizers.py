@@ -501,7 +501,7 @@ def _pieces(tokenizer: Any, decoders: Mapping[str, Any], eod: int, name: str) ->
     """Returns the bytes each id stands for; ids that no token has, and `eod`, stand for none."""
     added = tokenizer.get_added_tokens_decoder()
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    byte_of = _byte_alphabet() if "ByteLevel" in decoders else {}
+    byte_of = byte_alphabet() if "ByteLevel" in decoders else {}
     prefix = decoders.get("WordPiece", {}).get("prefix")
     most = max(vocabulary.values())
     if most >= 4 * len(vocabulary) + 100_000:  # a few may be left out, and tables have rows for all
@@ -543,7 +543,7 @@ def _ordered(tokenizer: Any) -> list[tuple[str, float]]:
     return [first, *sorted(rest, key=lambda each: (-each[1], each[0]))]
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Returns the byte of each GPT-2 letter: printable Latin-1 is itself, the rest is 256+."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,1 +1,1 @@
-"""Evaluation of trained decoders: perplexity of texts, and lm-evaluation-harness."""
+"""Evaluation of trained models: perplexity of texts, pairs of sentences, lm-evaluation-harness."""

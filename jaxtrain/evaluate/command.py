@@ -13,7 +13,7 @@ import tyro
 
 import jaxtrain
 from jaxtrain import data
-from jaxtrain.evaluate import heads
+from jaxtrain.evaluate import heads, pairs
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.host import extras
@@ -37,7 +37,8 @@ ROWS = 4096
 class EvaluateOptions:
     """Evaluates a trained decoder: perplexity and bits per byte of texts, and tasks of
     lm-evaluation-harness. Of another model it says how often its classes, tags, answers or texts
-    are right, with a picture of which classes are taken for which.
+    are right, with a picture of which classes are taken for which. Decoders and encoders of masked
+    tokens are also asked which of two sentences is likelier.
 
     Results are printed. Those of a run are also added to evaluations.jsonl in its folder, with the
     command.
@@ -53,6 +54,11 @@ class EvaluateOptions:
     also what training had."""
     field: str = "text"
     """The field of JSON lines and Parquet files that holds the text."""
+    group: str | None = None
+    """Field of rows to classify that names a row's group: accuracy and F1 are told by group too."""
+    pairs: tuple[str, ...] = ()
+    """Files of pairs of sentences, such as CrowS-Pairs: JSON lines, CSV, TSV or Parquet with more
+    (the stereotype), less, and perhaps kind, by which the results are told apart."""
     stride: int | None = None
     """Tokens between the rows of a long text: less leaves every token more before it, and takes
     more time. Left out, half of a row. Of a long context, tokens that its rows share; left out,
@@ -79,8 +85,10 @@ class EvaluateOptions:
 def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
     """Prints the results, and adds them to a file."""
     del rest
-    if not options.data and not options.tasks:
-        raise ValueError("neither --data nor --tasks is given: name texts or tasks")
+    if not (options.data or options.tasks or options.pairs):
+        raise ValueError(
+            "neither --data nor --tasks nor --pairs is given: name texts, tasks, or pairs"
+        )
     check_least(options, stride=1, shots=0, limit=1, rows=1)
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
@@ -91,13 +99,21 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
     path = options.out
     if path is None and exists(as_path(opened.folder) / "checkpoints"):
         path = str(as_path(opened.folder) / RESULTS)
-    if isinstance(opened.model, DecoderConfig):
+    is_decoder = isinstance(opened.model, DecoderConfig)
+    if options.group is not None and (is_decoder or not options.data):
+        raise ValueError(
+            f"--group is {options.group}, and there are no rows to classify: give a classifier "
+            "and --data, or leave it out"
+        )
+    if is_decoder and (options.data or options.tasks):
         results = _decoder(options, opened, mesh)
     elif options.tasks:
         raise ValueError(f"--tasks is given, and the model in '{opened.folder}' is no decoder")
     else:
         given = options, opened, mesh, path
         results = {"rows": {name: _rows(name, *given) for name in options.data}}
+    if options.pairs:
+        results["pairs"] = {name: _pairs(name, opened, mesh, options) for name in options.pairs}
     if path is not None:
         about = {
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -116,7 +132,7 @@ def _rows(
     """The report of a file of rows, which is printed, and drawn beside the results."""
     stride = {} if options.stride is None else {"stride": options.stride}
     given = {"rows": options.rows, "seq_len": options.longest, "field": options.field}
-    found, confusion = heads.report(Model(opened, mesh, **given, **stride), name)
+    found, confusion = heads.report(Model(opened, mesh, **given, **stride), name, options.group)
     print("\n".join(heads.lines(name, found)), flush=True)
     if path is not None and confusion is not None:
         picture = as_path(path).parent / f"confusion-{as_path(name).stem}.png"
@@ -126,6 +142,14 @@ def _rows(
             print(f"there is no picture of {name}: {error}")
         else:
             print(f"drawn in {picture}")
+    return found
+
+
+def _pairs(name: str, opened: Opened, mesh: Any, options: EvaluateOptions) -> dict[str, Any]:
+    """The preferences of a file of pairs, which are printed."""
+    found = pairs.preferences(name, opened, mesh=mesh, rows=options.rows)
+    print(f"{name}: how often `more` is likelier than `less`, with intervals of 95 %")
+    print("\n".join(pairs.table_lines(found)), flush=True)
     return found
 
 
@@ -154,7 +178,8 @@ def perplexity(
     """Returns how well a model predicts a text: ``perplexity`` per token, ``bits_per_byte`` of the
     text, and the counts of ``documents``, ``tokens`` and ``bytes``.
 
-    Each document follows the end of another, as in training; its own end is not scored.
+    Each document follows the end of another, as in training, or what begins one for a pretrained
+    model; its own end is not scored.
 
     Raises:
       ValueError: there is no text.
@@ -164,6 +189,7 @@ def perplexity(
         raise ValueError(f"`stride` is {stride}: rows have {scorer.longest} tokens")
     tokenizer, nats, counts = opened.tokenizer, 0.0, {"documents": 0, "tokens": 0, "bytes": 0}
     rows: list[Row] = []
+    (begin,) = opened.begin[0][-1:] or (tokenizer.eod,)
 
     def scored() -> float:
         total = -math.fsum(each.logprob for each in scorer(rows))
@@ -172,7 +198,7 @@ def perplexity(
 
     for side in data.open_text(name, field=field, held_out=0.0):
         for document in side:
-            tokens = [tokenizer.eod, *tokenizer.encode(document.text).tolist()]
+            tokens = [begin, *tokenizer.encode(document.text).tolist()]
             for row in windows(tokens, longest=scorer.longest, stride=stride):
                 rows.append(row)
                 if len(rows) == ROWS:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.evaluate.answers import answers_of, exact_match, word_f1
+from jaxtrain.evaluate.groups import by_group, table_lines
 from jaxtrain.host import pictures
 from jaxtrain.predict.heads import Model, head_of, predictions, records_of, spans_of
 
@@ -18,9 +19,12 @@ from jaxtrain.predict.heads import Model, head_of, predictions, records_of, span
 PRINTED, NAMED, NUMBERED = 30, 40, 12
 
 
-def report(model: Model, path: str) -> tuple[dict[str, Any], np.ndarray | None]:
+def report(
+    model: Model, path: str, group: str | None = None
+) -> tuple[dict[str, Any], np.ndarray | None]:
     """Returns the measures of a file of rows that say what is right, and of classes and tags the
-    counts [K, K] of what each is taken for.
+    counts [K, K] of what each is taken for. Of classes, ``group`` may name a field by which rows
+    are told apart (:func:`jaxtrain.evaluate.groups.by_group`).
 
     Raises:
       ValueError: there are no rows, or one lacks what is right, or has a class that is none of the
@@ -28,7 +32,13 @@ def report(model: Model, path: str) -> tuple[dict[str, Any], np.ndarray | None]:
     """
     head = head_of(model)
     fields = head.fields if head.gold == "answers" else (*head.fields, head.gold)
-    right = [_right(model, head.gold, row) for row in records_of(path, fields)]
+    if group is not None and head.gold != "label":
+        raise ValueError(f"--group is {group}, and the model has no classes: leave it out")
+    records, groups = records_of(path, (*fields, *([group] if group else []))), []
+    right = []
+    for row in records:
+        right.append(_right(model, head.gold, row))
+        groups.append(str(row.get(group)))
     if not right:
         raise ValueError(f"'{path}' has no row: name a file of rows")
     if head.gold == "answers":
@@ -42,7 +52,14 @@ def report(model: Model, path: str) -> tuple[dict[str, Any], np.ndarray | None]:
         exact, f1 = (sums / len(right)).tolist()
         return {"count": len(right), "exact": exact, "f1": f1}, None
     if head.gold == "label":
-        return _of_classes(model.classes, right, [each["label"] for each in said])
+        labels = [each["label"] for each in said]
+        found, counts = _of_classes(model.classes, right, labels)
+        if group is not None:
+            sides = (np.array([model.classes.index(x) for x in side]) for side in (right, labels))
+            names = sorted(set(groups))
+            numbers_N = np.array([names.index(name) for name in groups])
+            found["groups"] = by_group(*sides, numbers_N, names)
+        return found, counts
     told = []
     for names, each in zip(right, said, strict=True):  # without words that have no place in a row
         kept = [pair for pair in zip(names, each["tags"], strict=True) if pair[1] is not None]
@@ -89,6 +106,7 @@ def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{each[:30]:<30} {shares} {of['count']:>10,}"
     if len(order) > PRINTED:
         yield f"and {len(order) - PRINTED:,} rarer classes"
+    yield from table_lines(found["groups"]) if "groups" in found else ()
 
 
 def draw(names: Sequence[str], counts_KK: np.ndarray, path: Any) -> None:

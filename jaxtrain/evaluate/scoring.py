@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens by a decoder: rows of any lengths share a few programs.
+"""Log-probabilities of tokens: rows of any lengths share a few programs.
 
 Shapes: B rows, T tokens.
 """
@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxtrain.models import decoder
+from jaxtrain.models import decoder, encoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.serve.engine import row_length
 from jaxtrain.sharding.rules import batch_parts
 from jaxtrain.stages import run_layers
@@ -89,6 +90,73 @@ class Scorer:
             yield Scored(
                 float(logprobs_BT[b, span].sum(dtype=np.float64)), bool(best_BT[b, span].all())
             )
+
+
+class MaskedScorer:
+    """Scores the tokens of sentences by a model of masked tokens: each by what the model fills in
+    for it where it alone is masked. Their sum is the pseudo-log-likelihood (Salazar et al. 2020,
+    https://arxiv.org/abs/1910.14659).
+
+    Args:
+      ends: the tokens that a sentence begins and ends with, such as BERT's [CLS] and [SEP].
+      mask: the token that masks.
+      model, params, mesh, rows: as of :class:`Scorer`.
+    """
+
+    def __init__(
+        self,
+        model: EncoderConfig,
+        params: Any,
+        *,
+        mesh: Mesh,
+        ends: tuple[int, int],
+        mask: int,
+        rows: int = 16,
+    ):
+        if model.head != "tokens":
+            raise ValueError(f"head is {model.head!r}: give a model that fills in masked tokens")
+        self.longest, self._ends, self._mask = model.seq_len - 2, ends, mask
+        self._params, self._mesh = params, mesh
+        self._rows = -(-rows // batch_parts(mesh)) * batch_parts(mesh)
+        self._run = jax.jit(functools.partial(encoder.log_probs, model))
+
+    def __call__(self, sentences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Returns the float64 score [T] of each token of each sentence.
+
+        Raises:
+          ValueError: a sentence has no token, or more than there is room for.
+        """
+        for tokens in sentences:
+            if not 1 <= len(tokens) <= self.longest:
+                raise ValueError(
+                    f"a sentence has {len(tokens)} tokens: give 1 to {self.longest}, for which the "
+                    "model has positions"
+                )
+        found = [np.zeros(len(tokens)) for tokens in sentences]
+        places = [(i, t) for i, tokens in enumerate(sentences) for t in range(len(tokens))]
+        places.sort(key=lambda place: -len(sentences[place[0]]))
+        for start in range(0, len(places), self._rows):
+            part = places[start : start + self._rows]
+            for (i, t), score in zip(part, self._batch(sentences, part), strict=False):
+                found[i][t] = score
+        return found
+
+    def _batch(
+        self, sentences: Sequence[Sequence[int]], part: Sequence[tuple[int, int]]
+    ) -> np.ndarray:
+        longest = len(sentences[part[0][0]]) + 2
+        length = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.longest + 2)
+        shapes = {name: (self._rows, length) for name in ("tokens", "segments")}
+        shapes |= {name: (self._rows, 1) for name in ("places", "targets")}
+        batch = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}
+        for b, (i, t) in enumerate(part):
+            row = [self._ends[0], *sentences[i], self._ends[1]]
+            batch["segments"][b, : len(row)] = 1
+            batch["places"][b], batch["targets"][b] = t + 1, row[t + 1]
+            row[t + 1] = self._mask
+            batch["tokens"][b, : len(row)] = row
+        with jax.set_mesh(self._mesh):
+            return np.asarray(self._run(self._params, batch), np.float64)[:, 0]
 
 
 def _log_probs(

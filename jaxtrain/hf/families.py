@@ -48,6 +48,8 @@ def family_for(config: ModelConfig, name: str | None = None) -> Family:
     reasons = []
     for family in FAMILIES.values() if name is None else [FAMILIES[name]]:
         if not isinstance(config, family.model):
+            if name is None:
+                continue
             reasons.append(f"{family.name} has no {type(config).__name__}")
             continue
         try:
@@ -56,4 +58,7 @@ def family_for(config: ModelConfig, name: str | None = None) -> Family:
             reasons.append(str(error))
         else:
             return family
-    raise ValueError(f"no Hugging Face family has this model: {'; '.join(reasons)}")
+    raise ValueError(
+        f"no Hugging Face family has this model: {'; '.join(reasons)}; export it with --format "
+        "stablehlo, which has every model"
+    )

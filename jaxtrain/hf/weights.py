@@ -412,11 +412,11 @@ def written(
         if held[0] is not group:
             held = group, {row.ours: np.asarray(merge(leaves[row.ours])) for row in group}
         layers = [held[1][row.ours][l] if row.stacked else held[1][row.ours] for row in group]
-        layers = [_cast(x, dtypes[r.ours], r.ours) for x, r in zip(layers, group, strict=True)]
+        layers = [cast(x, dtypes[r.ours], r.ours) for x, r in zip(layers, group, strict=True)]
         yield name, assemble(group, layers, config.vocab_size)
 
 
-def _cast(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
+def cast(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
     with np.errstate(over="ignore"):
         out = x.astype(dtype)
     if out.dtype != x.dtype and np.any(np.isinf(out) & np.isfinite(x)):

@@ -359,12 +359,31 @@ def head_loss(
     x_BTD = _final_norm(config, params, x_BTD)
     if config.head != "tokens":
         return logits_loss(config, module(x_BTD, batch.get("segments")), batch)
-    if "places" in batch:
-        # A product, which every partitioner can split, and not a gather.
-        chosen_BMT = jax.nn.one_hot(batch["places"], x_BTD.shape[1], dtype=x_BTD.dtype)
-        x_BTD = constrain(jnp.einsum("bmt,btd->bmd", chosen_BMT, x_BTD), "batch", None, None)
+    x_BTD = _at_places(x_BTD, batch)
     kernel_DV, bias_V = layers.head_kernel(config, params), module.bias[...]
     return layers.token_loss(config, module.hidden(x_BTD), kernel_DV, batch, bias_V=bias_V)
+
+
+def log_probs(config: EncoderConfig, params: Params, batch: Batch) -> jax.Array:
+    """Returns the float32 log-probability of each of the batch's ``targets`` [B, M] at its
+    ``places``, by a model of masked tokens; the other arguments are those of :func:`encode`."""
+    module, x_BTD = _head(config, params), encode(config, params, batch)
+    hidden_BMD, kernel_DV = (
+        module.hidden(_at_places(x_BTD, batch)),
+        layers.head_kernel(config, params),
+    )
+    logits_BMV = layers.token_logits(config, hidden_BMD, kernel_DV, module.bias[...])
+    log_p_BMV = jax.nn.log_softmax(logits_BMV)
+    return jnp.take_along_axis(log_p_BMV, batch["targets"][..., None], axis=-1)[..., 0]
+
+
+def _at_places(x_BTD: jax.Array, batch: Batch) -> jax.Array:
+    """The hidden states of what is predicted, [B, M, D]; of all tokens where no places are said."""
+    if "places" not in batch:
+        return x_BTD
+    # A product, which every partitioner can split, and not a gather.
+    chosen_BMT = jax.nn.one_hot(batch["places"], x_BTD.shape[1], dtype=x_BTD.dtype)
+    return constrain(jnp.einsum("bmt,btd->bmd", chosen_BMT, x_BTD), "batch", None, None)
 
 
 def logits_loss(config: EncoderConfig, logits: jax.Array, batch: Batch) -> WeightedLoss:

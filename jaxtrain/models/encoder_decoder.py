@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import export
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
@@ -349,12 +350,17 @@ def distance_bias(config: T5Config, params: Params, stack: str, length: int) -> 
     """Returns [H, 2 length - 1], what rows of that length add to the scores of the encoder or the
     decoder, by distance; ``params`` is any dict with ``distance``."""
     table = layers.apply(DistanceBias, config, params["distance"][stack])
+    any_length = export.is_symbolic_dim(length)  # in a program that is exported
+    far = config.max_distance if any_length else length - 1
     buckets_O = bucket(
-        np.arange(1 - length, length),
+        np.arange(-far, far + 1),
         both_ways=stack == "encoder",
         buckets=config.buckets,
         max_distance=config.max_distance,
     )
+    if any_length:  # what is farther is in the bucket of the farthest
+        near_O = jnp.clip(jnp.arange(1 - length, length), -far, far)
+        return table(jnp.asarray(buckets_O)[near_O + far])
     return table(jnp.asarray(buckets_O))
 
 

@@ -516,16 +516,18 @@ def class_logits(out: Dense, pooled_BD: jax.Array) -> jax.Array:
 
 def class_loss(logits_BC: jax.Array, batch: Mapping[str, jax.Array]) -> WeightedLoss:
     """The cross-entropy of float32 logits of the classes of rows against ``label`` int32 [B],
-    weighted by ``mask`` [B], and their accuracy."""
+    weighted by ``mask`` [B], and their accuracy; where the batch has ``group`` [B, G], 1 in the
+    column of a row's group, also the mean loss and accuracy of each group, [G]."""
     log_p_BC = jax.nn.log_softmax(logits_BC)
     mask_B = batch["mask"].astype(log_p_BC.dtype)
     nll_B = -jnp.take_along_axis(log_p_BC, batch["label"][:, None], axis=1)[:, 0]
     hits_B = log_p_BC.argmax(axis=1) == batch["label"]
-    return WeightedLoss(
-        total=(nll_B * mask_B).sum(),
-        weight=mask_B.sum(),
-        metrics={"accuracy": (hits_B * mask_B).sum()},
-    )
+    metrics: dict[str, Any] = {"accuracy": (hits_B * mask_B).sum()}
+    if "group" in batch:
+        of_BG = batch["group"].astype(mask_B.dtype) * mask_B[:, None]
+        for name, value_B in (("loss", nll_B), ("accuracy", hits_B)):
+            metrics[f"group_{name}"] = (value_B[:, None] * of_BG).sum(0), of_BG.sum(0)
+    return WeightedLoss((nll_B * mask_B).sum(), mask_B.sum(), metrics)
 
 
 def fold(rng: jax.Array | None, index: int) -> jax.Array | None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.ops.numerics import MASKED, drop, soft_cap, soft_cap_slope, wide
@@ -73,6 +74,8 @@ def tiled_attention(
 
 
 def _block(T: int) -> int:
+    if export.is_symbolic_dim(T):
+        return T  # in a program that is exported for rows of any length: one tile
     # A causal tile looks only at the keys up to its end: four tiles save 3/8 of the work, more
     # save little and cost launches; beyond 2,048 positions the size of a tile's scores decides.
     return min(max(64, -(-T // 4)), 512)
@@ -121,7 +124,7 @@ def _keeps(form: _Form, q_BGRTK: jax.Array) -> bool:
 
     Not under a soft cap, whose slope needs the scores.
     """
-    if form.softcap is not None:
+    if form.softcap is not None or export.is_symbolic_dim(q_BGRTK.shape[3]):
         return False
     (T, K), dtype = q_BGRTK.shape[3:], q_BGRTK.dtype
     sizes = [(rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in _tiles(T, form)]
@@ -391,6 +394,9 @@ def _bias_of_tile(bias_GRO, starts, queries: int, shape: tuple[int, int]) -> jax
     # Of row t and key s: entry s - t + T - 1 of those that the tile needs. Copies of them, each one
     # entry longer than what a row takes, are the rows, each moved by one: no gather, no scatter.
     n = T + S - 1
+    if export.is_symbolic_dim(n):  # whose slices need sizes that are known
+        places_TS = jnp.arange(S) - jnp.arange(T)[:, None] + T - 1
+        return bias_GRO[..., places_TS].reshape(G, R * T, S)
     first = first_key - first_row - T + queries
     needed = jax.lax.dynamic_slice_in_dim(bias_GRO, first, n, axis=2)
     copies = jnp.tile(jnp.pad(needed, ((0, 0), (0, 0), (0, 1))), T)
@@ -422,6 +428,8 @@ def _split(x_BGNK: jax.Array, R: int) -> jax.Array:
 
 def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
     """Rows of each tile, and the keys that any of them may see."""
+    if export.is_symbolic_dim(T):
+        return [(slice(0, T), slice(0, form.keys))]
     ends = [min(start + form.block, T) for start in range(0, T, form.block)]
     return [
         (slice(start, end), slice(_first_key(form, start), _end_of_keys(form, end)))

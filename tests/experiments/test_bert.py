@@ -17,6 +17,8 @@ from experiments.bert.classify import class_of, largest_classes
 from experiments.bert.common import split_of
 from jaxtrain import data, hf
 from jaxtrain.build import make_experiment_mesh, make_state, rows_of
+from jaxtrain.compare.parity import compare
+from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.run import trained
 from jaxtrain.run.loop import fit
@@ -201,6 +203,115 @@ def test_classes_may_weigh_the_same_in_training_alone(tmp_path):
     assert sums[1] / sums[0] == pytest.approx(shares[0] / shares[1], rel=0.2)
     (held_out,) = list(experiment.data.eval_batches[""](None))[:1]
     assert (rows_of(held_out)["mask"] == 1).all()
+
+
+def grouped(path, count=200):
+    """Rows whose first word tells the label, and whose second says the same but in one group."""
+    rng, rows = np.random.default_rng(0), []
+    for n in range(count):
+        label, rare = int(rng.integers(2)), n % 8 == 0
+        first, second = ("apple", "iron")[label], ("plum", "zinc")[label ^ rare]
+        group = "rare" if rare else "common"
+        rows.append({"text": f"{first} {second}", "label": label, "group": group})
+    return labelled(path, "csv", rows)
+
+
+@pytest.mark.parametrize("weights", ["equal", "common=1,rare=3", "dro"])
+def test_groups_weigh_what_is_asked_in_training_alone(weights, tmp_path):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data", grouped(tmp_path / "rows")]
+    flags += ["--group", "group", "--group-weights", weights, "--global-batch", "100"]
+    experiment = build(parse(Config, flags))
+    assert "not read" not in experiment.metadata.facts
+    assert experiment.metadata.fingerprints["groups"] == "common, rare"
+    with experiment.data.train_batches(0, None) as batches:
+        batch = next(batches)
+    of_rare = batch["group"][:, 1]
+    common, rare = (batch["mask"][of_rare == g] for g in (0, 1))
+    if weights == "dro":
+        assert (batch["mask"] == 1).all()
+        assert "dro" in experiment.method.step.__name__
+    elif weights == "equal":  # a batch of most of an epoch
+        assert common.sum() / rare.sum() == pytest.approx(1, rel=0.3)
+    else:
+        assert (rare == 3).all()
+        assert (common == 1).all()
+    (held_out,) = list(experiment.data.eval_batches[""](None))[:1]
+    assert (rows_of(held_out)["mask"] == 1).all()
+
+
+@pytest.mark.slow
+def test_groups_are_told_apart_in_the_end(tmp_path, capsys):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data", grouped(tmp_path / "rows")]
+    flags += ["--group", "group", "--group-weights", "dro", "--run-dir", str(tmp_path / "run")]
+    main(Config, build, [*flags, "--eval-first", "--save-best"])
+    printed = capsys.readouterr().out
+    assert re.search(r"held-out, by group:\n  group +rows  accuracy .*\n  common +\d+ ", printed)
+    assert re.search(r"\n  gap +\d+ +[\d.]+% \(", printed)
+    assert re.search(r"\n  group/rare/accuracy( +\d\.\d+){2} +[-+]\d\.\d+\n", printed)
+    assert "eval/worst_group_accuracy" in printed
+
+
+@pytest.mark.slow
+def test_a_classifier_is_evaluated_by_groups_of_a_file(tmp_path, capsys):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data", grouped(tmp_path / "rows")]
+    main(Config, build, [*flags, "--run-dir", str(tmp_path / "run")])
+    capsys.readouterr()
+    path, run = grouped(tmp_path / "rows"), str(tmp_path / "run")
+    assert command(capsys, "export", "--run", run, "--out", str(tmp_path / "out"))[0] == 0
+    tables = []
+    for model in (run, str(tmp_path / "out")):
+        given = ["evaluate", model, "--data", path, "--group", "group", "--rows", "64"]
+        status, printed, _ = command(capsys, *given, "--out", str(tmp_path / "found.jsonl"))
+        assert status == 0
+        lines = printed.splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("  group "))
+        tables.append(lines[start : start + 4])
+    assert tables[0] == tables[1]
+    assert [line.split()[0] for line in tables[0]] == ["group", "common", "rare", "gap"]
+    found = json.loads((tmp_path / "found.jsonl").read_text().splitlines()[0])["rows"][path]
+    rows = list(data.rows_in(path, ("text", "label", "group")))
+    config, params, tokenizer = trained.load(run)
+    ids = [[tokenizer.special_id(b"[CLS]"), *tokenizer.encode(x["text"]), 0] for x in rows]
+    right = []
+    for length in {len(row) for row in ids}:  # those of one length, without any padding
+        of_length = [i for i, row in enumerate(ids) if len(row) == length]
+        tokens = np.array([ids[i] for i in of_length], np.int32)
+        tokens[:, -1] = tokenizer.eod
+        guesses = encoder.logits(config, params, {"tokens": tokens}).argmax(-1)
+        right += [(i, int(guesses[k]) == int(rows[i]["label"])) for k, i in enumerate(of_length)]
+    right = [x for _, x in sorted(right)]
+    assert found["accuracy"] == pytest.approx(np.mean(right))
+    of_rare = [x for x, row in zip(right, rows, strict=True) if row["group"] == "rare"]
+    assert found["groups"]["rare"]["accuracy"][0] == pytest.approx(np.mean(of_rare))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["dro", "common=1,rare=3"])
+def test_groups_weigh_the_same_on_every_mesh(weights, tmp_path):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data", grouped(tmp_path / "rows")]
+    flags += ["--layers", "2", "--group", "group", "--group-weights", weights]
+    flags += ["--group-rate", "3", "--global-batch", "16", "--accumulate", "2"]
+    experiment = build(
+        parse(Config, [*flags, "--optimizer.name", "adamw", "--optimizer.eps", "1e-4"])
+    )
+    layouts = ["data=2,fsdp=2,tensor=2", "fsdp=4", "pipe=2,data=2,pipeline.schedule=1f1b"]
+    for found in compare(experiment, layouts=layouts, steps=4):
+        assert found.refusal is None, found
+        assert found.agrees(1e-5), found
+
+
+def test_groups_that_cannot_be_are_refused(tmp_path, folder):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data"]
+    path = grouped(tmp_path / "rows")
+    for given, message in (
+        ([folder, "--group", "group"], "--group is for labelled rows"),
+        ([path, "--group-weights", "equal"], "--group-weights is given without --group"),
+        ([path, "--group", "sex"], "--group is sex: some rows lack that field"),
+        ([path, "--group", "group", "--group-weights", "rare=2"], "as in common=1,rare=1"),
+        ([path, "--group", "group", "--group-rate", "-1"], "--group-rate is -1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(parse(Config, [*flags, *given]))
 
 
 def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):

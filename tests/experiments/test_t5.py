@@ -19,7 +19,7 @@ from experiments.t5 import (
     token_f1,
 )
 from jaxtrain import data, hf
-from jaxtrain.hf import command
+from jaxtrain.hf import export_command
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.run.main import main, parse
 
@@ -101,7 +101,7 @@ def test_a_run_of_spans_goes_out_and_names_begin_from_it(texts, code, tmp_path, 
     assert "<0>" in printed
     main(Config, build, [*SMALL, *flags, "--resume"])
     assert "resum" in capsys.readouterr().out
-    assert command._export(command.ExportOptions(run=str(run), out=out)) == 0
+    assert export_command.run_export(export_command.ExportOptions(run=str(run), out=out), []) == 0
     assert hf.family_name(out) == "t5"
     model = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
     kept = ["--steps", "--global-batch", "--examples", "--source-len", "--target-len"]

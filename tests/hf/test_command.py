@@ -15,7 +15,7 @@ from experiments.gpt import Config, build, outline, prompt_of, sample
 from experiments.language import open_source, tokenizer_name
 from jaxtrain import data, hf
 from jaxtrain.build import make_experiment_mesh, make_state
-from jaxtrain.hf import command, safetensors
+from jaxtrain.hf import export_command, safetensors
 from jaxtrain.models import decoder
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
@@ -173,7 +173,7 @@ def test_a_chat_template_comes_with_the_model_and_goes_with_it(chat_folder, tmp_
 
 def test_a_padding_token_is_exported_by_its_name(tokenizer):
     kept = {"pad_token": {"__type": "AddedToken", "content": "<pad>"}}
-    assert command._tokenizer_config(tokenizer, {}, kept)["pad_token"] == "<pad>"
+    assert export_command._tokenizer_config(tokenizer, {}, kept)["pad_token"] == "<pad>"
 
 
 @pytest.mark.slow
@@ -235,7 +235,7 @@ def test_special_tokens_are_those_that_the_run_began_with(
         trained, "stored", lambda run: {"family": "mistral", "special_tokens": kept}
     )
     out = tmp_path / "out"
-    assert command._export(command.ExportOptions(run="", out=out)) == 0
+    assert export_command.run_export(export_command.ExportOptions(run="", out=out), []) == 0
     written = json.loads((out / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == fields
     settings = json.loads((out / "tokenizer_config.json").read_text())

@@ -12,7 +12,7 @@ from etils import epath
 
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.hf import weights
-from jaxtrain.hf.command import ExportOptions, HFOptions, run_hf
+from jaxtrain.hf.export_command import ExportOptions, run_export
 from jaxtrain.host import paths
 from jaxtrain.run.folder import find_run_dir
 
@@ -122,7 +122,7 @@ def test_what_goes_to_a_disk_alone_is_refused_in_a_bucket(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     for out in ("s3://bucket/model", "gs://bucket/model"):
         with pytest.raises(ValueError, match=r"--out is '.*/model', in a bucket: give a folder"):
-            run_hf(HFOptions(ExportOptions("run", pathlib.Path(out))), [])
+            run_export(ExportOptions(run="run", out=pathlib.Path(out)), [])
         with pytest.raises(ValueError, match=r"the Hugging Face folder is .*, in a bucket"):
             weights.read_config(out)
     assert not os.listdir(tmp_path)

@@ -78,20 +78,23 @@ def _flops(experiment: Experiment, devices: Any) -> dict[str, str]:
 
 
 def since_start(run_dir: str, evaluation: Mapping[str, Any]) -> list[str]:
-    """Says how held-out losses have changed since before the first step, where they were evaluated
-    then."""
+    """Says how held-out losses, and what is known of groups of rows, have changed since before the
+    first step, where they were evaluated then."""
     found = []
-    names = [name for name in evaluation if Metric("eval", name).is_held_out_loss]
+    names = [n for n in evaluation if Metric("eval", n).is_held_out_loss or "group/" in n]
     with contextlib.suppress(OSError, ValueError):  # a log that cannot be read ends no run
         series = read_run(as_path(run_dir), "").series
         for name in names:
             first, now = series.get(f"eval/{name}"), evaluation[name]
             if first is not None and first.steps[0] == 0:
-                then = first.values[0]
-                found.append(f"  {name:20} {then:9.4f} {now:9.4f} {now - then:+9.4f}")
-    return (
-        [f"{'held-out':22} {'before':>9} {'after':>9} {'change':>9}", *found, ""] if found else []
-    )
+                found.append((name, first.values[0], now))
+    if not found:
+        return []
+    wide = max(20, *(len(name) for name, *_ in found))
+    lines = [
+        f"  {name:{wide}} {then:9.4f} {now:9.4f} {now - then:+9.4f}" for name, then, now in found
+    ]
+    return [f"{'held-out':{wide + 2}} {'before':>9} {'after':>9} {'change':>9}", *lines, ""]
 
 
 def print_conclusion(

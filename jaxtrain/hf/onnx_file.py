@@ -1,0 +1,103 @@
+"""A model as an ONNX file, which onnxruntime and others run: PyTorch's export of transformers'.
+
+jax2onnx would convert without either, but needs another version of Orbax than this package.
+"""
+
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.hf import weights
+from jaxtrain.hf.family import ModelConfig
+from jaxtrain.host import extras
+from jaxtrain.host.paths import read_json
+from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.encoder_decoder import T5Config
+from jaxtrain.models.vit import ViTConfig
+from jaxtrain.tree import PyTree
+
+FILE = "model.onnx"
+
+
+def save(
+    folder: str | Path, config: ModelConfig, params: PyTree, *, files: Any = None, **options: Any
+) -> list[str]:
+    """Writes a folder with a file ``model.onnx``, for any number of rows of any length, and returns
+    the names of its inputs, which are those of transformers. Its output is ``logits``, or the
+    ``states`` of a model without a head.
+
+    Args:
+      folder: new, or empty.
+      config, params: as of :func:`jaxtrain.hf.save`, which takes ``options`` too.
+      files: more text files by name, such as a tokenizer.json.
+
+    Raises:
+      ImportError: PyTorch, transformers or onnxscript is not installed.
+      ValueError: no family of transformers has such a model, or it scores texts.
+    """
+    needs = "an ONNX file needs PyTorch, transformers and onnxscript"
+    torch = extras.load(needs, "onnx", "torch.onnx")
+    library = extras.load(needs, "onnx", "transformers")
+    extras.load(needs, "onnx", "onnxscript")
+    library.utils.logging.disable_progress_bar()
+    if getattr(config, "head", "") == "score":
+        raise ValueError(
+            "a reward model is no ONNX file here, for transformers' needs a padding token to find "
+            "the last one of a text: use --format stablehlo"
+        )
+    folder = Path(folder)
+    weights.check_new(folder)
+    tokens = torch.ones(2, 3, dtype=torch.long)
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if isinstance(config, ViTConfig):
+        height, width, channels = config.image
+        given = {"pixel_values": torch.zeros(2, channels, height, width)}
+    elif isinstance(config, T5Config):
+        given["decoder_input_ids"] = torch.ones(2, 4, dtype=torch.long)
+    elif isinstance(config, EncoderConfig) and (config.token_types or 1) > 1:
+        given["token_type_ids"] = torch.zeros_like(tokens)
+    sizes = {name: {0: "rows", 1: f"{name}_length"} for name in given}
+    sizes["attention_mask"] = sizes["token_type_ids"] = sizes.get("input_ids")
+    sizes["pixel_values"] = {0: "rows"}
+    headless = getattr(config, "head", "") == "none"
+    cached = not isinstance(config, ViTConfig | EncoderConfig)
+
+    class Model(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *values: Any) -> Any:
+            more = {"use_cache": False} if cached else {}
+            found = self.inner(**dict(zip(given, values, strict=True)), **more)
+            return found.last_hidden_state if headless else found.logits
+
+    with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        own = Path(parent) / "model"
+        weights.save(own, config, params, **options)
+        kind = getattr(library, read_json(own / "config.json")["architectures"][0])
+        # Its own attention: others know no soft cap.
+        model = kind.from_pretrained(own, attn_implementation="eager", dtype="auto").eval()
+        quiet = logging.getLogger("torch.onnx")
+        level = quiet.level
+        quiet.setLevel(logging.ERROR)
+        try:
+            program = torch.onnx.export(
+                Model(model),
+                tuple(x.to(model.dtype) if x.is_floating_point() else x for x in given.values()),
+                input_names=list(given),
+                output_names=["states" if headless else "logits"],
+                dynamic_shapes=(tuple(sizes[name] for name in given),),
+                dynamo=True,
+                verbose=False,
+            )
+        finally:
+            quiet.setLevel(level)
+        folder.mkdir(parents=True, exist_ok=True)
+        program.save(folder / FILE)
+    for name, text in (files or {}).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return list(given)
