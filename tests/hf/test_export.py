@@ -92,7 +92,8 @@ def batches(config):
     """Batches of two numbers of rows and, where there are any, lengths."""
     rng = np.random.default_rng(0)
     for rows, length in ((1, 24), (3, 7)):
-        tokens = rng.integers(0, 61, (rows, length)).astype(np.int32)
+        # None is 1, which is RoBERTa's padding: that has no position.
+        tokens = rng.integers(2, 61, (rows, length)).astype(np.int32)
         seen = (np.arange(length) < 1 + rng.integers(0, length, (rows, 1))).astype(np.int32)
         if isinstance(config, vit.ViTConfig):
             yield {"image": rng.random((rows, *config.image), np.float32)}
@@ -100,7 +101,7 @@ def batches(config):
             source = {"source": tokens, "source_segments": seen}
             yield source | {"tokens": rng.integers(0, 61, (rows, length + 3)).astype(np.int32)}
         elif isinstance(config, encoder.EncoderConfig):
-            types = {"types": tokens % 2} if config.token_types else {}
+            types = {"types": tokens % config.token_types} if config.token_types else {}
             yield {"tokens": tokens, "segments": seen} | types
         else:
             yield {"tokens": tokens}
