@@ -121,7 +121,8 @@ def test_an_encoder_is_asked_of_what_both_sentences_share(tmp_path, capsys):
     assert "shared  all                        1 pairs  likelier" in printed
     stored = json.loads(out.read_text())["pairs"][str(path)]
     assert stored["whole"]["all"]["nats"] == pytest.approx(found["whole"]["all"]["nats"], abs=1e-5)
-    assert "has the head 'tokens', which predicts nothing" in refused(capsys, *given, "--data", "python")
+    told = refused(capsys, *given, "--data", "python")
+    assert "has the head 'tokens', which predicts nothing" in told
     (tmp_path / "bad.csv").write_text("more,other\na,b\n")
     assert "row 1 has no 'less'" in refused(capsys, *given, "--pairs", str(tmp_path / "bad.csv"))
 
