@@ -58,6 +58,8 @@ def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> O
             f"the model in '{folder}' is of the form {form}: give one of the form "
             f"{' or '.join(forms)}"
         )
+    if step is not None and not is_run:
+        raise ValueError(f"--step is {step}, and '{folder}' has no checkpoints: leave it out")
     if is_run:
         model, params, tokenizer = trained.load(folder, step, mesh=mesh)
     else:

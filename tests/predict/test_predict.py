@@ -275,3 +275,19 @@ def test_what_cannot_be_predicted_is_refused(folder_of, tmp_path, capsys):
     assert "is no JSONL, CSV, TSV or Parquet" in said_of("classes", tmp_path / "none.jsonl")
     assert "--seq-len is 25: the model has 24" in said_of("classes", rows, "--seq-len", "25")
     assert "--rows is 0" in said_of("classes", rows, "--rows", "0")
+    assert "has no checkpoints" in said_of("classes", rows, "--step", "3")
+
+
+def test_no_file_is_lost_to_the_one_that_is_written(folder_of, tmp_path, capsys):
+    folder, rows = folder_of("classes"), write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+    before, told = rows.read_text(), tmp_path / "new" / "told.jsonl"
+    asked = ["predict", "--model", str(folder), "--data", str(rows), "--out"]
+    same = str(tmp_path / "new" / ".." / "rows.jsonl")
+    assert "the file of the rows: give another" in refused(capsys, *asked, same)
+    assert rows.read_text() == before
+    assert run(capsys, *asked, str(told))[0] == 0
+    (line,) = told.read_text().splitlines()
+    assert json.loads(line)["label"] in CLASSES
+    rows.write_text('{"other": "a"}\n')
+    assert "row 1 has no 'text'" in refused(capsys, *asked, str(told))
+    assert told.read_text() == line + "\n"
