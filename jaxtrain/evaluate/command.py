@@ -18,7 +18,7 @@ from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path, exists
+from jaxtrain.host.paths import as_path, exists, make_folder
 from jaxtrain.layout import MeshShape
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.predict.heads import Model
@@ -82,6 +82,8 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
     if not options.data and not options.tasks:
         raise ValueError("neither --data nor --tasks is given: name texts or tasks")
     check_least(options, stride=1, shots=0, limit=1, rows=1)
+    if options.out is not None:
+        make_folder(as_path(options.out).parent)  # not when all has been computed
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
     if options.simulate_devices:

@@ -113,3 +113,6 @@ def test_what_cannot_be_reported_is_refused(monkeypatch, tmp_path, capsys):
     rows = rows_at(tmp_path / "rows.jsonl", [{"text": "a", "label": 2}])
     assert "the class 2, which is none of the model's: no, yes" in refused(capsys, *asked, rows)
     assert "is no decoder" in refused(capsys, *asked, rows, "--tasks", "hellaswag")
+    out = tmp_path / "new" / "results.jsonl"
+    refused(capsys, *asked, rows, "--out", str(out))
+    assert out.parent.is_dir()  # so that no result is lost for want of a folder
