@@ -9,6 +9,7 @@ from jaxtrain import hf
 from jaxtrain.data import SubwordTokenizer
 from jaxtrain.models import decoder, encoder, encoder_decoder
 from jaxtrain.serve import generate_command
+from jaxtrain.serve.opening import Opened
 from tests.commands import refused, run
 from tests.hf import models
 
@@ -148,13 +149,20 @@ def test_what_cannot_generate_is_refused(folder_of, capsys):
     asked = ["generate", "--run", folder_of("gpt"), "--prompt", "x"]
     assert "no chat template" in refused(capsys, *asked, "--chat")
     assert "--system is given without --chat" in refused(capsys, *asked, "--system", "x")
-    assert "--max-tokens is 0" in refused(capsys, *asked, "--max-tokens", "0")
-    assert "--temperature 3.0 is for texts that are drawn" in refused(
-        capsys, *asked, "--beams", "2", "--temperature", "3"
-    )
-    assert "--samples is 2, and --chat" in refused(capsys, *asked, "--chat", "--samples", "2")
-    assert "the same is --max-tokens here" in refused(capsys, *asked, "--max-new-tokens", "2")
-    assert "96 learned positions" in refused(capsys, *asked, "--max-tokens", "96")
-    assert "min_tokens=9 must be" in refused(
-        capsys, *asked, "--max-tokens", "8", "--min-tokens", "9"
-    )
+    assert "--stop has an empty text" in refused(capsys, *asked, "--stop", "")
+    assert "from 0 to 2^32 - 1" in refused(capsys, *asked, "--seed", str(2**64))
+    assert "a prompt of 1 tokens and 96 new" in refused(capsys, *asked, "--max-tokens", "96")
+
+
+def test_only_the_first_space_of_an_answer_is_left_out(capsys):
+    library = pytest.importorskip("tokenizers")
+    known = {"</s>": 0, "▁x": 1, "▁b": 2, "▁": 3, "x": 4, "b": 5}
+    words = library.models.BPE(known, [("▁", "x"), ("▁", "b")])
+    tokenizer = library.Tokenizer(words)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace()
+    tokenizer.decoder = library.decoders.Metaspace()
+    opened = Opened(None, None, SubwordTokenizer(tokenizer, 0), "nowhere", ((), ()))
+    options = generate_command.GenerateOptions("nowhere", chat=True, stop=("x x",))
+    show = generate_command.Writer(options, opened, None)._show
+    assert show([1, 2, 0]) == "x b"  # "x" is held back, for it begins what stops
+    assert show([3, 2, 0]) == " b"
