@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
 from jaxtrain.data.sources import rows_in
-from jaxtrain.host.paths import as_path, exists, read_json
+from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, vit
 from jaxtrain.models.generate import beam_search, generate
 from jaxtrain.run import trained
 from jaxtrain.serve.command import ends_of
-from jaxtrain.serve.opening import Opened, form_of
+from jaxtrain.serve.opening import Opened, fields_of, form_of
 from jaxtrain.sharding.placement import UnevenWarning
 from jaxtrain.sharding.rules import batch_parts
 
@@ -73,17 +73,9 @@ class Model:
         return self.seq_len or longest
 
     @functools.cached_property
-    def told(self) -> Mapping[str, Any]:
-        """The fields that a run has for config.json, or those of a Hugging Face folder."""
-        folder = self.opened.folder
-        if exists(as_path(folder) / "checkpoints"):
-            return trained.stored(folder).get("special_tokens") or {}
-        return read_json(as_path(folder) / "config.json")
-
-    @functools.cached_property
     def classes(self) -> list[str]:
         """The names of classes or tags; of those that have none, numbers."""
-        named = self.told.get("id2label") or {}
+        named = fields_of(self.opened.folder).get("id2label") or {}
         return [str(named.get(str(i), i)) for i in range(self.opened.model.classes)]
 
     @functools.cached_property

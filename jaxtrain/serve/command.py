@@ -26,7 +26,7 @@ from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.front import REPLICA, Replica, make_front
-from jaxtrain.serve.opening import Opened, open_adapter, open_decoder
+from jaxtrain.serve.opening import Opened, fields_of, open_adapter, open_decoder
 from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
@@ -264,8 +264,9 @@ def reader_of(
 
 def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:
     """Returns the tokens that end an answer: the end of a document, and those that the generation
-    config of a run or a model names."""
-    config = json.loads(trained.beside(folder).get(trained.GENERATION, "{}"))
+    config of a run or a model names; where it has none, its config."""
+    beside = trained.beside(folder).get(trained.GENERATION)
+    config = fields_of(folder) if beside is None else json.loads(beside)
     named = config.get("eos_token_id") if isinstance(config, dict) else None
     named = named if isinstance(named, list) else [named]
     return frozenset([tokenizer.eod, *(x for x in named if type(x) is int)])

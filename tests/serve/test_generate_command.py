@@ -1,6 +1,8 @@
 """The command that generates, against transformers on the same folder, and against itself."""
 
 import io
+import json
+import shutil
 
 import jax
 import pytest
@@ -56,7 +58,7 @@ def generated(capsys, folder, *flags):
     return out, err
 
 
-def theirs(folder, tokenizer, prompt, is_decoder, **given):
+def theirs(folder, tokenizer, prompt, is_decoder, *, own_ends=False, **given):
     """The text that transformers generates of a folder."""
     import torch
 
@@ -65,6 +67,8 @@ def theirs(folder, tokenizer, prompt, is_decoder, **given):
     model = getattr(library, kind).from_pretrained(folder, dtype=torch.float32).eval()
     ids = tokenizer.encode(prompt).tolist()
     ids = ids if is_decoder else [*ids, tokenizer.eod]
+    if not own_ends:
+        given["eos_token_id"] = tokenizer.eod
     found = model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=int),
@@ -72,7 +76,6 @@ def theirs(folder, tokenizer, prompt, is_decoder, **given):
         do_sample=False,
         repetition_penalty=1.4,
         pad_token_id=tokenizer.eod,
-        eos_token_id=tokenizer.eod,
         **given,
     )[0]
     return tokenizer.decode(found[len(ids) if is_decoder else 1 :].numpy())
@@ -120,6 +123,19 @@ def test_a_text_ends_at_what_stops_it_and_draws_follow_the_seed(folder_of, capsy
     status, _, err = run(capsys, "generate", "--run", folder, *few)
     assert status == 0
     assert err.startswith("5 tokens written")
+
+
+def test_a_text_ends_where_the_config_of_a_model_says(folder_of, tokenizer, capsys, tmp_path):
+    folder = shutil.copytree(folder_of("gpt"), tmp_path / "model")
+    text, _ = generated(capsys, str(folder), "--prompt", PROMPT)
+    config = json.loads((folder / "config.json").read_text())
+    end = tokenizer.encode(text[:-1]).tolist()[2]
+    config["eos_token_id"] = [tokenizer.eod, end]
+    (folder / "config.json").write_text(json.dumps(config))
+    cut, _ = generated(capsys, str(folder), "--prompt", PROMPT)
+    found = theirs(folder, tokenizer, PROMPT, True, own_ends=True)
+    assert cut == found.removesuffix(tokenizer.decode([end])) + "\n"
+    assert len(cut) < len(text)
 
 
 @pytest.mark.slow
