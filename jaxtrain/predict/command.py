@@ -73,7 +73,13 @@ def run_predict(options: PredictOptions, rest: list[str]) -> int:
     names = {field.name for field in dataclasses.fields(Model)} - {"mesh"}
     given = {name: value for name, value in vars(options).items() if name in names}
     model = Model(opened, mesh, **given)
-    head_of(model)  # refuses one that predicts nothing, before there is a file
+    read = head_of(model).options
+    for name in given.keys() - {"rows", *read}:
+        if given[name] != getattr(PredictOptions, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {given[name]}, which the head of the model in "
+                f"'{opened.folder}' does not read: leave it out"
+            )
     start, count, said = time.monotonic(), 0, predictions(model, options.data)
     first = list(itertools.islice(said, 1))  # before an older file is replaced
     with contextlib.nullcontext(sys.stdout) if options.out is None else out.open("w") as file:

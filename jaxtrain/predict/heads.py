@@ -92,11 +92,13 @@ class Head(NamedTuple):
       fields: what a record must have.
       gold: the field of what is right, where that is known.
       predict: ``(model, records) -> a value for each``.
+      options: the fields of a :class:`Model` that this reads and others do not.
     """
 
     fields: tuple[str, ...]
     gold: str
     predict: Callable[[Model, Sequence[Record]], Iterable[dict[str, Any]]]
+    options: tuple[str, ...] = ("seq_len",)
 
 
 def head_of(model: Model) -> Head:
@@ -104,12 +106,13 @@ def head_of(model: Model) -> Head:
     config = model.opened.model
     kind = form_of(config)
     kind = getattr(config, "head", kind) if kind != "vit" or config.head == "none" else kind
+    of_answers = "seq_len", "stride", "unanswerable"
     known = {
-        "classes": Head((model.field,), "label", classify),
+        "classes": Head((model.field,), "label", classify, ("seq_len", "field")),
         "tags": Head(("tokens",), "tags", tag),
-        "spans": Head(("question", "context"), "answers", answer),
-        "encoder-decoder": Head(("source",), "target", write),
-        "vit": Head(("image",), "label", classify_images),
+        "spans": Head(("question", "context"), "answers", answer, of_answers),
+        "encoder-decoder": Head(("source",), "target", write, ("seq_len", "max_tokens", "beams")),
+        "vit": Head(("image",), "label", classify_images, ()),
     }
     if kind not in known:
         raise ValueError(

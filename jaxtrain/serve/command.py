@@ -97,6 +97,8 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     )
     if options.port >= 2**16:
         raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
+    if options.draft is None and options.draft_tokens != ServeOptions.draft_tokens:
+        raise ValueError(f"--draft-tokens is {options.draft_tokens} without --draft: give both")
     if not options.max_seconds > 0:
         raise ValueError(f"--max-seconds is {options.max_seconds}: give more than 0 seconds")
     extras.load("a server needs uvicorn", "serve", "uvicorn")
