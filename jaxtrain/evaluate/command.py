@@ -121,7 +121,10 @@ def _rows(
     found, confusion = heads.report(Model(opened, mesh, **given, **stride), name)
     print("\n".join(heads.lines(name, found)), flush=True)
     if path is not None and confusion is not None:
-        picture = as_path(path).parent / f"confusion-{as_path(name).stem}.png"
+        stem = as_path(name).stem
+        if [as_path(each).stem for each in options.data].count(stem) > 1:
+            stem += f"-{options.data.index(name) + 1}"  # each has a picture of its own
+        picture = as_path(path).parent / f"confusion-{stem}.png"
         try:
             heads.draw(list(found["classes"]), confusion, picture)
         except ImportError as error:
