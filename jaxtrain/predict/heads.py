@@ -69,7 +69,10 @@ class Model:
         model = self.opened.model
         longest = getattr(model, "source_len", None) or model.seq_len
         if (self.seq_len or 0) > longest and model.positions == "learned":
-            raise ValueError(f"--seq-len is {self.seq_len}: the model has {longest} positions")
+            raise ValueError(
+                f"rows of {self.seq_len} tokens are asked for, and the model has {longest} "
+                "positions: ask for no more"
+            )
         return self.seq_len or longest
 
     @functools.cached_property

@@ -272,7 +272,7 @@ def test_what_cannot_be_predicted_is_refused(folder_of, tmp_path, capsys):
         "vit", tmp_path / "images.npz"
     )
     assert "is no JSONL, CSV, TSV or Parquet" in said_of("classes", tmp_path / "none.jsonl")
-    assert "--seq-len is 25: the model has 24" in said_of("classes", rows, "--seq-len", "25")
+    assert "rows of 25 tokens are asked for, and" in said_of("classes", rows, "--seq-len", "25")
     assert "--rows is 0" in said_of("classes", rows, "--rows", "0")
     assert "--beams is 4, which the head" in said_of("classes", rows, "--beams", "4")
     assert "has no checkpoints" in said_of("classes", rows, "--step", "3")

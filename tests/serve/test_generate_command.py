@@ -170,14 +170,15 @@ def test_what_cannot_generate_is_refused(folder_of, capsys):
     assert "a prompt of 1 tokens and 96 new" in refused(capsys, *asked, "--max-tokens", "96")
 
 
-def test_only_the_first_space_of_an_answer_is_left_out(capsys):
+def test_only_the_first_space_of_an_answer_is_left_out(tmp_path):
     library = pytest.importorskip("tokenizers")
     known = {"</s>": 0, "▁x": 1, "▁b": 2, "▁": 3, "x": 4, "b": 5}
     words = library.models.BPE(known, [("▁", "x"), ("▁", "b")])
     tokenizer = library.Tokenizer(words)
     tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace()
     tokenizer.decoder = library.decoders.Metaspace()
-    opened = Opened(None, None, SubwordTokenizer(tokenizer, 0), "nowhere", ((), ()))
+    (tmp_path / "config.json").write_text("{}")
+    opened = Opened(None, None, SubwordTokenizer(tokenizer, 0), str(tmp_path), ((), ()))
     options = generate_command.GenerateOptions("nowhere", chat=True, stop=("x x",))
     show = generate_command.Writer(options, opened, None)._show
     assert show([1, 2, 0]) == "x b"  # "x" is held back, for it begins what stops
