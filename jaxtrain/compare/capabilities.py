@@ -41,7 +41,7 @@ from jaxtrain.tree import map_named
 MESH = "data=2,fsdp=2,tensor=2"
 # The smallest experiments that have all parts; the text is that of this folder. Layers are scanned
 # on one device too, where a few would be compiled one by one.
-TEXT = os.path.relpath(pathlib.Path(__file__).parent)
+TEXT = str(pathlib.Path(__file__).parent)
 _ANY = {"--steps": "4", "--global-batch": "16"}
 _ANY |= {"--optimizer.name": "adamw", "--optimizer.warmup-steps": "1"}
 _LAYERS = _ANY | {"--layers": "4", "--width": "16", "--heads": "2", "--scan-unroll": "1"}
@@ -160,7 +160,7 @@ def _tasks() -> Iterator[Capability]:
     gpt = functools.partial(Capability, group="task", module="experiments.gpt")
     yield gpt("z-loss", flags=("--z-loss", "1e-3"))
     yield gpt("packed documents", flags=("--packing", "fit"), called="packing")
-    shares = f"a=0.5:{TEXT},b=0.5:{TEXT}"
+    shares = "a=0.5:{0},b=0.5:{0}".format(os.path.relpath(TEXT))
     yield gpt("mixture, two held-out sets", flags=("--data", shares), called="data")
 
 
@@ -425,6 +425,8 @@ class Together:
     def task(self) -> tuple[str, ...]:
         """The flags without the layout."""
         own = BASES[self.module] | self.flags
+        if "--data" in own:
+            own["--data"] = os.path.relpath(own["--data"])
         return tuple(itertools.chain(*own.items()))
 
     @property

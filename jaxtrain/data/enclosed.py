@@ -167,7 +167,7 @@ class QuestionRows:
             if room <= stride:
                 raise ValueError(
                     f"--stride is {stride}, and a row of {length} tokens has {room} for a "
-                    "context: give fewer, or a larger --seq-len"
+                    "context: give fewer, or longer rows"
                 )
             step = room - stride
             count = 1 + max(0, -(-(len(context) - room) // step))

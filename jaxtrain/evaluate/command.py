@@ -18,7 +18,7 @@ from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path, exists
+from jaxtrain.host.paths import as_path, exists, make_folder
 from jaxtrain.layout import MeshShape
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.predict.heads import Model
@@ -90,6 +90,8 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
             "neither --data nor --tasks nor --pairs is given: name texts, tasks, or pairs"
         )
     check_least(options, stride=1, shots=0, limit=1, rows=1)
+    if options.out is not None:
+        make_folder(as_path(options.out).parent)  # not when all has been computed
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
     if options.simulate_devices:
@@ -135,7 +137,10 @@ def _rows(
     found, confusion = heads.report(Model(opened, mesh, **given, **stride), name, options.group)
     print("\n".join(heads.lines(name, found)), flush=True)
     if path is not None and confusion is not None:
-        picture = as_path(path).parent / f"confusion-{as_path(name).stem}.png"
+        stem = as_path(name).stem
+        if [as_path(each).stem for each in options.data].count(stem) > 1:
+            stem += f"-{options.data.index(name) + 1}"  # each has a picture of its own
+        picture = as_path(path).parent / f"confusion-{stem}.png"
         try:
             heads.draw(list(found["classes"]), confusion, picture)
         except ImportError as error:

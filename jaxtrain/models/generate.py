@@ -221,11 +221,11 @@ def prompts(
         )
     if rng is None and chosen.temperature is not None:
         raise ValueError("sampling needs rng, a jax.random.key; or use temperature=0")
-    P, total = tokens_BP.shape[1], int(lengths_B.max()) + max_new_tokens
-    if config.positions == "learned" and max(P, total) > config.seq_len:
+    P, longest = tokens_BP.shape[1], int(lengths_B.max())
+    if config.positions == "learned" and max(P, longest + max_new_tokens) > config.seq_len:
         raise ValueError(
-            f"a prompt of {P} tokens and {max_new_tokens} new ones exceed the {config.seq_len} "
-            "learned positions; shorten either"
+            f"a prompt of {P if config.seq_len < P else longest} tokens and {max_new_tokens} new "
+            f"ones exceed the {config.seq_len} learned positions; shorten either"
         )
     rng = None if chosen.temperature is None else rng
     return Prompts(tokens_BP, lengths_B, rng, chosen, max_new_tokens)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -11,7 +12,7 @@ import tyro
 
 from jaxtrain.host import quiet
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import absolute, make_folder
 from jaxtrain.layout import MeshShape
 from jaxtrain.predict.heads import Model, head_of, predictions
 from jaxtrain.run.main import simulate_devices
@@ -58,6 +59,11 @@ def run_predict(options: PredictOptions, rest: list[str]) -> int:
     """Writes a line for each row."""
     del rest
     check_least(options, seq_len=8, stride=0, max_tokens=1, beams=1, rows=1)
+    if options.out is not None:
+        out = absolute(options.out)
+        if out == absolute(options.data):
+            raise ValueError(f"--out is '{out}', the file of the rows: give another")
+        make_folder(out.parent)
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
     quiet.start()
@@ -67,14 +73,18 @@ def run_predict(options: PredictOptions, rest: list[str]) -> int:
     names = {field.name for field in dataclasses.fields(Model)} - {"mesh"}
     given = {name: value for name, value in vars(options).items() if name in names}
     model = Model(opened, mesh, **given)
-    head_of(model)  # refuses one that predicts nothing, before there is a file
-    start, count = time.monotonic(), 0
-    with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if options.out is not None:
-            out = stack.enter_context(as_path(options.out).open("w"))
-        for count, found in enumerate(predictions(model, options.data), 1):  # noqa: B007
-            out.write(json.dumps(found, ensure_ascii=False) + "\n")
+    read = head_of(model).options
+    for name in given.keys() - {"rows", *read}:
+        if given[name] != getattr(PredictOptions, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {given[name]}, which the head of the model in "
+                f"'{opened.folder}' does not read: leave it out"
+            )
+    start, count, said = time.monotonic(), 0, predictions(model, options.data)
+    first = list(itertools.islice(said, 1))  # before an older file is replaced
+    with contextlib.nullcontext(sys.stdout) if options.out is None else out.open("w") as file:
+        for count, found in enumerate(itertools.chain(first, said), 1):  # noqa: B007
+            file.write(json.dumps(found, ensure_ascii=False) + "\n")
     seconds = time.monotonic() - start
     print(f"{count} rows in {seconds:.1f} s, with compiling", file=sys.stderr)
     return 0

@@ -17,12 +17,12 @@ from jax.sharding import Mesh
 from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
 from jaxtrain.data.sources import rows_in
-from jaxtrain.host.paths import as_path, exists, read_json
+from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, vit
 from jaxtrain.models.generate import beam_search, generate
 from jaxtrain.run import trained
 from jaxtrain.serve.command import ends_of
-from jaxtrain.serve.opening import Opened, form_of
+from jaxtrain.serve.opening import Opened, fields_of, form_of
 from jaxtrain.sharding.placement import UnevenWarning
 from jaxtrain.sharding.rules import batch_parts
 
@@ -69,21 +69,16 @@ class Model:
         model = self.opened.model
         longest = getattr(model, "source_len", None) or model.seq_len
         if (self.seq_len or 0) > longest and model.positions == "learned":
-            raise ValueError(f"--seq-len is {self.seq_len}: the model has {longest} positions")
+            raise ValueError(
+                f"rows of {self.seq_len} tokens are asked for, and the model has {longest} "
+                "positions: ask for no more"
+            )
         return self.seq_len or longest
-
-    @functools.cached_property
-    def told(self) -> Mapping[str, Any]:
-        """The fields that a run has for config.json, or those of a Hugging Face folder."""
-        folder = self.opened.folder
-        if exists(as_path(folder) / "checkpoints"):
-            return trained.stored(folder).get("special_tokens") or {}
-        return read_json(as_path(folder) / "config.json")
 
     @functools.cached_property
     def classes(self) -> list[str]:
         """The names of classes or tags; of those that have none, numbers."""
-        named = self.told.get("id2label") or {}
+        named = fields_of(self.opened.folder).get("id2label") or {}
         return [str(named.get(str(i), i)) for i in range(self.opened.model.classes)]
 
     @functools.cached_property
@@ -100,11 +95,13 @@ class Head(NamedTuple):
       fields: what a record must have.
       gold: the field of what is right, where that is known.
       predict: ``(model, records) -> a value for each``.
+      options: the fields of a :class:`Model` that this reads and others do not.
     """
 
     fields: tuple[str, ...]
     gold: str
     predict: Callable[[Model, Sequence[Record]], Iterable[dict[str, Any]]]
+    options: tuple[str, ...] = ("seq_len",)
 
 
 def head_of(model: Model) -> Head:
@@ -112,12 +109,13 @@ def head_of(model: Model) -> Head:
     config = model.opened.model
     kind = form_of(config)
     kind = getattr(config, "head", kind) if kind != "vit" or config.head == "none" else kind
+    of_answers = "seq_len", "stride", "unanswerable"
     known = {
-        "classes": Head((model.field,), "label", classify),
+        "classes": Head((model.field,), "label", classify, ("seq_len", "field")),
         "tags": Head(("tokens",), "tags", tag),
-        "spans": Head(("question", "context"), "answers", answer),
-        "encoder-decoder": Head(("source",), "target", write),
-        "vit": Head(("image",), "label", classify_images),
+        "spans": Head(("question", "context"), "answers", answer, of_answers),
+        "encoder-decoder": Head(("source",), "target", write, ("seq_len", "max_tokens", "beams")),
+        "vit": Head(("image",), "label", classify_images, ()),
     }
     if kind not in known:
         raise ValueError(

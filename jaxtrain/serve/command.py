@@ -26,7 +26,7 @@ from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.front import REPLICA, Replica, make_front
-from jaxtrain.serve.opening import Opened, open_adapter, open_decoder
+from jaxtrain.serve.opening import Opened, fields_of, open_adapter, open_decoder
 from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
@@ -97,6 +97,8 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     )
     if options.port >= 2**16:
         raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
+    if options.draft is None and options.draft_tokens != ServeOptions.draft_tokens:
+        raise ValueError(f"--draft-tokens is {options.draft_tokens} without --draft: give both")
     if not options.max_seconds > 0:
         raise ValueError(f"--max-seconds is {options.max_seconds}: give more than 0 seconds")
     extras.load("a server needs uvicorn", "serve", "uvicorn")
@@ -264,8 +266,9 @@ def reader_of(
 
 def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:
     """Returns the tokens that end an answer: the end of a document, and those that the generation
-    config of a run or a model names."""
-    config = json.loads(trained.beside(folder).get(trained.GENERATION, "{}"))
+    config of a run or a model names; where it has none, its config."""
+    beside = trained.beside(folder).get(trained.GENERATION)
+    config = fields_of(folder) if beside is None else json.loads(beside)
     named = config.get("eos_token_id") if isinstance(config, dict) else None
     named = named if isinstance(named, list) else [named]
     return frozenset([tokenizer.eod, *(x for x in named if type(x) is int)])

@@ -93,6 +93,10 @@ def run_generate(options: GenerateOptions, rest: list[str]) -> int:
                 f"--{name.replace('_', '-')} {value} is for texts that are drawn, and --beams "
                 f"{options.beams} searches for one: leave either out"
             )
+    if "" in options.stop:
+        raise ValueError("--stop has an empty text, which every text has: leave it out")
+    if not 0 <= options.seed < 2**32:
+        raise ValueError(f"--seed is {options.seed}: give a number from 0 to 2^32 - 1")
     if options.simulate_devices:
         simulate_devices(options.simulate_devices)
     quiet.start()
@@ -184,13 +188,15 @@ class Writer:
 
     def _show(self, tokens: Iterable[int]) -> str:
         """Prints the text of a row's tokens as they come, to its end, and returns it."""
-        text, said = Text(self._options.stop), ""
+        text, said, is_begun = Text(self._options.stop), "", False
         self._rows += 1
         for token in tokens:
             self._written += 1
             if token in self._ends:
                 break
-            part = text.add(self._piece(token, said))
+            piece = self._piece(token, is_first=not is_begun)
+            is_begun = is_begun or piece is not None
+            part = text.add(piece or b"")
             said += part
             print(part, end="", flush=True)
             if text.stopped:
@@ -243,11 +249,11 @@ class Writer:
         batch = prompts(model, rows, rng=rng, **given, **drawn)
         yield from stream(model, params, batch, mesh=self._mesh)
 
-    def _piece(self, token: int, said: str) -> bytes:
-        """The bytes of a token; of one that the tokenizer lacks, none."""
+    def _piece(self, token: int, *, is_first: bool) -> bytes | None:
+        """The bytes of a token; None of one without, or that the tokenizer lacks."""
         tokenizer = self.opened.tokenizer
-        if token >= tokenizer.vocab_size:
-            return b""
-        if not said and (self._options.chat or not isinstance(self.opened.model, DecoderConfig)):
+        if token >= tokenizer.vocab_size or not (piece := tokenizer.token_pieces([token])[0]):
+            return None
+        if is_first and (self._options.chat or not isinstance(self.opened.model, DecoderConfig)):
             return tokenizer.decode_bytes([token])  # without a space that begins every text
-        return tokenizer.token_pieces([token])[0]
+        return piece

@@ -1,6 +1,7 @@
 """Opens a trained model, wherever it lies: what generation, evaluation and serving begin with."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtrain import hf
 from jaxtrain.data import SubwordTokenizer, Tokenizer
 from jaxtrain.hf import hub
-from jaxtrain.host.paths import as_path, exists
+from jaxtrain.host.paths import as_path, exists, read_json
 from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.ops.linear import Dora, LowRank
@@ -58,6 +59,8 @@ def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> O
             f"the model in '{folder}' is of the form {form}: give one of the form "
             f"{' or '.join(forms)}"
         )
+    if step is not None and not is_run:
+        raise ValueError(f"--step is {step}, and '{folder}' has no checkpoints: leave it out")
     if is_run:
         model, params, tokenizer = trained.load(folder, step, mesh=mesh)
     else:
@@ -111,6 +114,13 @@ def find_model(name: str) -> tuple[str, trained.Model, bool]:
             "checkpoints, a Hugging Face folder has config.json and safetensors"
         )
     return folder, trained.model(folder) if is_run else hf.read_config(folder), is_run
+
+
+def fields_of(folder: str) -> Mapping[str, Any]:
+    """Returns the fields of a Hugging Face folder's config.json, or those that a run has for it."""
+    if exists(as_path(folder) / "checkpoints"):
+        return trained.stored(folder).get("special_tokens") or {}
+    return read_json(as_path(folder) / "config.json")
 
 
 def form_of(model: trained.Model) -> str:

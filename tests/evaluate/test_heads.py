@@ -1,6 +1,7 @@
 """Reports of classes, tags and answers against scikit-learn and definitions."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -90,9 +91,8 @@ def test_images_are_reported_and_drawn_beside_the_results(tmp_path, capsys):
     np.savez(tmp_path / "digits.npz", images=images, labels=labels)
     out = tmp_path / "found.jsonl"
     data = str(tmp_path / "digits.npz")
-    status, printed, err = run(
-        capsys, "evaluate", str(tmp_path / "model"), "--data", data, "--out", str(out)
-    )
+    asked = ["evaluate", str(tmp_path / "model"), "--out", str(out), "--data", data]
+    status, printed, err = run(capsys, *asked)
     assert status == 0, err
     found = json.loads(out.read_text())["rows"][data]
     z = vit.logits(config, params, {"image": images[..., None] / np.float32(255)})
@@ -101,6 +101,10 @@ def test_images_are_reported_and_drawn_beside_the_results(tmp_path, capsys):
     assert [each["count"] for each in found["classes"].values()] == [14, 13, 13]
     with pillow.open(tmp_path / "confusion-digits.png") as picture:
         assert min(picture.size) > 300
+    (tmp_path / "other").mkdir()
+    other = shutil.copy(data, tmp_path / "other")
+    run(capsys, *asked, str(other))
+    assert all((tmp_path / f"confusion-digits-{number}.png").is_file() for number in (1, 2))
 
 
 def test_what_cannot_be_reported_is_refused(monkeypatch, tmp_path, capsys):
@@ -113,3 +117,6 @@ def test_what_cannot_be_reported_is_refused(monkeypatch, tmp_path, capsys):
     rows = rows_at(tmp_path / "rows.jsonl", [{"text": "a", "label": 2}])
     assert "the class 2, which is none of the model's: no, yes" in refused(capsys, *asked, rows)
     assert "is no decoder" in refused(capsys, *asked, rows, "--tasks", "hellaswag")
+    out = tmp_path / "new" / "results.jsonl"
+    refused(capsys, *asked, rows, "--out", str(out))
+    assert out.parent.is_dir()  # so that no result is lost for want of a folder

@@ -250,9 +250,8 @@ def test_a_run_and_its_export_predict_the_same(task, tmp_path, capsys):
     flags += ["--stride", "8", "--global-batch", "8", "--examples", "0"]
     jt.main(bert.Config, bert.build, flags)
     assert run(capsys, "hf", "export", "--run", folder, "--out", str(tmp_path / "out"))[0] == 0
-    own, exported = (
-        predicted(capsys, each, path, "--stride", "8") for each in (folder, tmp_path / "out")
-    )
+    given = ["--stride", "8"] if task == "answers" else []
+    own, exported = (predicted(capsys, each, path, *given) for each in (folder, tmp_path / "out"))
     assert own == exported
     assert len(own) == len(rows)
     if task == "classify":
@@ -273,5 +272,22 @@ def test_what_cannot_be_predicted_is_refused(folder_of, tmp_path, capsys):
         "vit", tmp_path / "images.npz"
     )
     assert "is no JSONL, CSV, TSV or Parquet" in said_of("classes", tmp_path / "none.jsonl")
-    assert "--seq-len is 25: the model has 24" in said_of("classes", rows, "--seq-len", "25")
+    assert "rows of 25 tokens are asked for, and" in said_of("classes", rows, "--seq-len", "25")
     assert "--rows is 0" in said_of("classes", rows, "--rows", "0")
+    assert "--beams is 4, which the head" in said_of("classes", rows, "--beams", "4")
+    assert "has no checkpoints" in said_of("classes", rows, "--step", "3")
+
+
+def test_no_file_is_lost_to_the_one_that_is_written(folder_of, tmp_path, capsys):
+    folder, rows = folder_of("classes"), write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+    before, told = rows.read_text(), tmp_path / "new" / "told.jsonl"
+    asked = ["predict", "--model", str(folder), "--data", str(rows), "--out"]
+    same = str(tmp_path / "new" / ".." / "rows.jsonl")
+    assert "the file of the rows: give another" in refused(capsys, *asked, same)
+    assert rows.read_text() == before
+    assert run(capsys, *asked, str(told))[0] == 0
+    (line,) = told.read_text().splitlines()
+    assert json.loads(line)["label"] in CLASSES
+    rows.write_text('{"other": "a"}\n')
+    assert "row 1 has no 'text'" in refused(capsys, *asked, str(told))
+    assert told.read_text() == line + "\n"

@@ -53,6 +53,7 @@ def run(tmp_path_factory):
         (["--chat-template", "nowhere"], "nowhere"),
         (["--step", "77"], "77"),
         (["--draft-tokens", "0"], "--draft-tokens is 0"),
+        (["--draft-tokens", "5"], "--draft-tokens is 5 without --draft"),
         (["--draft", "nowhere"], "nowhere"),
         (["--adapter", "poet"], "--adapter is 'poet': give NAME=FOLDER"),
         (["--adapter", "poet=nowhere"], "nowhere"),

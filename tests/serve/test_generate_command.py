@@ -1,6 +1,8 @@
 """The command that generates, against transformers on the same folder, and against itself."""
 
 import io
+import json
+import shutil
 
 import jax
 import pytest
@@ -9,6 +11,7 @@ from jaxtrain import hf
 from jaxtrain.data import SubwordTokenizer
 from jaxtrain.models import decoder, encoder, encoder_decoder
 from jaxtrain.serve import generate_command
+from jaxtrain.serve.opening import Opened
 from tests.commands import refused, run
 from tests.hf import models
 
@@ -55,7 +58,7 @@ def generated(capsys, folder, *flags):
     return out, err
 
 
-def theirs(folder, tokenizer, prompt, is_decoder, **given):
+def theirs(folder, tokenizer, prompt, is_decoder, *, own_ends=False, **given):
     """The text that transformers generates of a folder."""
     import torch
 
@@ -64,6 +67,8 @@ def theirs(folder, tokenizer, prompt, is_decoder, **given):
     model = getattr(library, kind).from_pretrained(folder, dtype=torch.float32).eval()
     ids = tokenizer.encode(prompt).tolist()
     ids = ids if is_decoder else [*ids, tokenizer.eod]
+    if not own_ends:
+        given["eos_token_id"] = tokenizer.eod
     found = model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=int),
@@ -71,7 +76,6 @@ def theirs(folder, tokenizer, prompt, is_decoder, **given):
         do_sample=False,
         repetition_penalty=1.4,
         pad_token_id=tokenizer.eod,
-        eos_token_id=tokenizer.eod,
         **given,
     )[0]
     return tokenizer.decode(found[len(ids) if is_decoder else 1 :].numpy())
@@ -121,6 +125,19 @@ def test_a_text_ends_at_what_stops_it_and_draws_follow_the_seed(folder_of, capsy
     assert err.startswith("5 tokens written")
 
 
+def test_a_text_ends_where_the_config_of_a_model_says(folder_of, tokenizer, capsys, tmp_path):
+    folder = shutil.copytree(folder_of("gpt"), tmp_path / "model")
+    text, _ = generated(capsys, str(folder), "--prompt", PROMPT)
+    config = json.loads((folder / "config.json").read_text())
+    end = tokenizer.encode(text[:-1]).tolist()[2]
+    config["eos_token_id"] = [tokenizer.eod, end]
+    (folder / "config.json").write_text(json.dumps(config))
+    cut, _ = generated(capsys, str(folder), "--prompt", PROMPT)
+    found = theirs(folder, tokenizer, PROMPT, True, own_ends=True)
+    assert cut == found.removesuffix(tokenizer.decode([end])) + "\n"
+    assert len(cut) < len(text)
+
+
 @pytest.mark.slow
 def test_beams_find_what_transformers_finds(folder_of, tokenizer, capsys):
     folder = folder_of("t5")
@@ -148,13 +165,21 @@ def test_what_cannot_generate_is_refused(folder_of, capsys):
     asked = ["generate", "--run", folder_of("gpt"), "--prompt", "x"]
     assert "no chat template" in refused(capsys, *asked, "--chat")
     assert "--system is given without --chat" in refused(capsys, *asked, "--system", "x")
-    assert "--max-tokens is 0" in refused(capsys, *asked, "--max-tokens", "0")
-    assert "--temperature 3.0 is for texts that are drawn" in refused(
-        capsys, *asked, "--beams", "2", "--temperature", "3"
-    )
-    assert "--samples is 2, and --chat" in refused(capsys, *asked, "--chat", "--samples", "2")
-    assert "the same is --max-tokens here" in refused(capsys, *asked, "--max-new-tokens", "2")
-    assert "96 learned positions" in refused(capsys, *asked, "--max-tokens", "96")
-    assert "min_tokens=9 must be" in refused(
-        capsys, *asked, "--max-tokens", "8", "--min-tokens", "9"
-    )
+    assert "--stop has an empty text" in refused(capsys, *asked, "--stop", "")
+    assert "from 0 to 2^32 - 1" in refused(capsys, *asked, "--seed", str(2**64))
+    assert "a prompt of 1 tokens and 96 new" in refused(capsys, *asked, "--max-tokens", "96")
+
+
+def test_only_the_first_space_of_an_answer_is_left_out(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    known = {"</s>": 0, "▁x": 1, "▁b": 2, "▁": 3, "x": 4, "b": 5}
+    words = library.models.BPE(known, [("▁", "x"), ("▁", "b")])
+    tokenizer = library.Tokenizer(words)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.Metaspace()
+    tokenizer.decoder = library.decoders.Metaspace()
+    (tmp_path / "config.json").write_text("{}")
+    opened = Opened(None, None, SubwordTokenizer(tokenizer, 0), str(tmp_path), ((), ()))
+    options = generate_command.GenerateOptions("nowhere", chat=True, stop=("x x",))
+    show = generate_command.Writer(options, opened, None)._show
+    assert show([1, 2, 0]) == "x b"  # "x" is held back, for it begins what stops
+    assert show([3, 2, 0]) == " b"
