@@ -135,17 +135,31 @@ class RowSampling(NamedTuple):
     top_k: jax.Array  # int32; the vocabulary's size leaves all
     top_p: jax.Array  # 1 leaves all
     seed: jax.Array  # uint32
+    repetition: jax.Array  # 1 penalises nothing; so does 0 of the next two
+    frequency: jax.Array  # for each time that a token was written
+    presence: jax.Array  # for a token that was written
+    least: jax.Array  # int32, tokens that are written before one that ends the row
+    ends: jax.Array  # int32 [B, E], filled up with -1
+    begin: jax.Array  # int32, tokens of the prompt
+
+
+class History(NamedTuple):
+    """What rows have read and written: ``tokens`` [R, S] by position, where each row is drawn for
+    as often as there are more logits than R; read only where ``asked``, for any row."""
+
+    tokens: jax.Array
+    asked: jax.Array
 
 
 def draw_rows(
-    sampling: RowSampling, logits_BV: jax.Array, positions_B: jax.Array
+    sampling: RowSampling, history: History, logits_BV: jax.Array, positions_B: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses a token of each row, by the row's own seed and the token's position: who else has a
-    row changes nothing.
+    """Chooses a token of each row, by the row's own seed and the token's position, and with
+    penalties by what the row has before that: who else has a row changes nothing.
 
     Returns:
       The tokens, int32 [B], and the log-probabilities of all tokens [B, V] as the model has them,
-      before temperature and truncation.
+      before penalties, temperature and truncation.
     """
 
     def drawn() -> jax.Array:
@@ -156,12 +170,40 @@ def draw_rows(
             key = jax.random.fold_in(jax.random.key(seed), position)
             return jax.random.categorical(key, logits_V)
 
-        drawn_B = jax.vmap(row)(logits_BV, positions_B, *sampling)
+        drawn_B = jax.vmap(row)(adjusted_BV, positions_B, *sampling[:4])
         return jnp.where(sampling.temperature > 0, drawn_B, best_B).astype(jnp.int32)
 
-    best_B = logits_BV.argmax(axis=-1).astype(jnp.int32)
+    adjusted_BV = jax.lax.cond(
+        history.asked,
+        lambda: adjusted_rows(sampling, history.tokens, logits_BV, positions_B),
+        lambda: logits_BV.astype(jnp.float32),
+    )
+    best_B = adjusted_BV.argmax(axis=-1).astype(jnp.int32)
     tokens_B = jax.lax.cond((sampling.temperature > 0).any(), drawn, lambda: best_B)
     return tokens_B, jax.nn.log_softmax(logits_BV)
+
+
+def adjusted_rows(
+    sampling: RowSampling, tokens_RS: jax.Array, logits_BV: jax.Array, positions_B: jax.Array
+) -> jax.Array:
+    """Penalises what each row has before a position, as transformers and vLLM do (repetition, also
+    of the prompt) and OpenAI (what was written, by its count and by its presence), and leaves out
+    ends where the row is to be longer. A row that asks for nothing keeps its bits."""
+    (B, V), S = logits_BV.shape, tokens_RS.shape[1]
+    tokens_BS = jnp.repeat(tokens_RS, B // tokens_RS.shape[0], axis=0)
+    nothing_BT, at_B1 = jnp.zeros((B, 0), jnp.int32), positions_B[:, None]
+    whole = Own(tokens_BS, positions_B)
+    seen_BV = occurred(whole, nothing_BT, 0, window=None, vocab_size=V)
+    # Of a penalty near 0 nothing overflows.
+    repetition_B1 = jnp.maximum(sampling.repetition, 1e-6)[:, None]
+    logits_BV = penalise(logits_BV.astype(jnp.float32), seen_BV, repetition_B1)
+    is_new_BS = (jnp.arange(S) >= sampling.begin[:, None]) & (jnp.arange(S) < at_B1)
+    add = jax.vmap(lambda counts, tokens: counts.at[tokens].add(1, mode="drop"))
+    counts_BV = add(jnp.zeros((B, V), jnp.float32), jnp.where(is_new_BS, tokens_BS, V))
+    logits_BV -= sampling.frequency[:, None] * counts_BV
+    logits_BV -= sampling.presence[:, None] * (counts_BV > 0)
+    early_B1 = at_B1 - sampling.begin[:, None] < sampling.least[:, None]
+    return withhold(logits_BV, sampling.ends[:, None], early_B1)
 
 
 def _choose(rng, logits_BV, sampling: Sampling) -> jax.Array:
@@ -209,7 +251,8 @@ def occurred(
 
 
 def withhold(logits_BV: jax.Array, ends_E: jax.Array, early: jax.Array) -> jax.Array:
-    """Sets the logits of tokens that end a row to -inf where it is ``early``, of all or [B, 1].
+    """Sets the logits of tokens that end a row to -inf where it is ``early``, of all or [B, 1];
+    rows may have ends of their own, [B, 1, E].
 
     >>> withhold(jnp.zeros((1, 3)), jnp.array([2, -1]), True)
     Array([[  0.,   0., -inf]], dtype=float32)

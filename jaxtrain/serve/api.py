@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
 from jaxtrain.data.tokenizers import Tokenizer
 from jaxtrain.serve.engine import Event, Request
-from jaxtrain.serve.programs import TOP
+from jaxtrain.serve.programs import ENDS, TOP
 
 # Name: (kind, default, least, most).
 _NUMBERS: dict[str, tuple[type, Any, float, float]] = {
@@ -22,14 +22,18 @@ _NUMBERS: dict[str, tuple[type, Any, float, float]] = {
     "temperature": (float, 1.0, 0, 100),
     "top_p": (float, 1.0, 0, 1),
     "top_k": (int, None, 1, math.inf),
+    "min_tokens": (int, 0, 0, math.inf),
+    "repetition_penalty": (float, 1.0, 0, 100),
+    "frequency_penalty": (float, 0.0, -2, 2),
+    "presence_penalty": (float, 0.0, -2, 2),
     "n": (int, 1, 1, 128),
     "seed": (int, None, -(2**63), 2**64 - 1),
 }
+_ABOVE_LEAST = {"top_p", "repetition_penalty"}
+_SHAPING = ("min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty")
 # What clients send with a value that asks for nothing; another is refused.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
     "suffix": ("",),
     "store": (False,),
@@ -128,6 +132,11 @@ class Reader:
             )
         count = given["max_completion_tokens"]
         count = given["max_tokens"] if count is None else count
+        if given["min_tokens"] and len(self.ends) > ENDS:
+            raise ValueError(
+                f"min_tokens is {given['min_tokens']}: this model has {len(self.ends)} tokens that "
+                f"end an answer, and at most {ENDS} can be held back; leave it out"
+            )
         requests = []
         for row in rows:
             room = self.longest - len(row)
@@ -140,6 +149,11 @@ class Reader:
                 raise ValueError(
                     f"the prompt has {len(row)} tokens: with max_tokens={most} that exceeds the "
                     f"{self.longest} of this server"
+                )
+            if given["min_tokens"] > most:
+                raise ValueError(
+                    f"min_tokens is {given['min_tokens']}: give a whole number from 0 to "
+                    f"max_tokens, which is {most}"
                 )
             for _ in range(given["n"]):
                 number = (seed if given["seed"] is None else given["seed"]) + len(requests)
@@ -154,6 +168,7 @@ class Reader:
                         self.ends,
                         top,
                         adapter,
+                        **{name: given[name] for name in _SHAPING},
                     )
                 )
         usage = _flag(options, "include_usage")
@@ -221,10 +236,14 @@ def _number(body: Mapping[str, Any], name: str) -> Any:
     if value is None:
         return None
     kinds = (int, float) if kind is float else (int,)
-    if type(value) not in kinds or not least <= value <= most or (name == "top_p" and value == 0):
+    above = name in _ABOVE_LEAST
+    fits = type(value) in kinds and least <= value <= most and not (above and value == least)
+    if not fits:
         end = f" to {most:g}" if most < math.inf else ""
         what = "a number" if kind is float else "a whole number"
-        raise ValueError(f"{name} is {value!r}: give {what} from {least:g}{end}")
+        raise ValueError(
+            f"{name} is {value!r}: give {what} {'above' if above else 'from'} {least:g}{end}"
+        )
     return value
 
 

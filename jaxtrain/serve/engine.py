@@ -29,19 +29,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import CausalDecoder
-from jaxtrain.models.sampling import RowSampling
+from jaxtrain.models.sampling import History, RowSampling
 from jaxtrain.ops.linear import kernel_rules
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.row_adapters import Additions, with_adapters
 from jaxtrain.serve.pages import PagePool, digests_of
-from jaxtrain.serve.programs import Drawn, Rows, advance, embedded, scored, speculate
+from jaxtrain.serve.programs import ENDS, Drawn, Rows, advance, embedded, scored, speculate
 from jaxtrain.sharding.rules import param_shardings
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What is asked: to continue ``prompt``, at least one token, by ``max_tokens`` or until one of
-    ``ends`` is written; by an adapter of the engine, or the model alone."""
+    ``ends`` is written, which is none of the first ``min_tokens``; by an adapter of the engine, or
+    the model alone. The penalties are those of :func:`jaxtrain.models.sampling.adjusted_rows`."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -52,6 +53,16 @@ class Request:
     ends: frozenset[int] = frozenset()
     top_logprobs: int = 0
     adapter: str | None = None
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    @property
+    def reads_history(self) -> bool:
+        """Whether the tokens that came before change what is drawn, beside the logits."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return self.min_tokens > 0 or penalties != (1, 0, 0)
 
 
 class Event(NamedTuple):
@@ -59,7 +70,7 @@ class Event(NamedTuple):
 
     Args:
       number: of the request, as :meth:`Engine.submit` gave it.
-      logprob: of the token, before temperature and truncation.
+      logprob: of the token, before penalties, temperature and truncation.
       top: the most probable tokens and their log-probabilities, as many as were asked for.
       reason: "stop" or "length" with the last token, None before.
     """
@@ -154,7 +165,14 @@ class Engine:
             np.full(slots, model.vocab_size, np.int32),
             np.ones(slots, np.float32),
             np.zeros(slots, np.uint32),
+            np.ones(slots, np.float32),
+            np.zeros(slots, np.float32),
+            np.zeros(slots, np.float32),
+            np.zeros(slots, np.int32),
+            np.full((slots, ENDS), -1, np.int32),
+            np.zeros(slots, np.int32),
         )
+        self._history = np.zeros((slots, longest), np.int32)
         self._last = np.zeros(slots, np.int32)
         self._adapter = np.zeros(slots, np.int32)
         # Tokens that a draft has guessed, and those of them that the model has written.
@@ -169,6 +187,9 @@ class Engine:
                 params = jax.device_put(params, places)
             both = [(model, params), *([draft] if draft else [])]
             self._caches = [_empty(*each, pages, page, mesh) for each in both]
+            # Handed over where no row's tokens are read.
+            empty = {size: np.zeros((size, longest), np.int32) for size in (slots, readers)}
+            self._no_history = {size: self._put(tokens) for size, tokens in empty.items()}
         models, self._params = [CausalDecoder(each) for each, _ in both], [p for _, p in both]
         self._reads = jax.jit(functools.partial(advance, models), donate_argnums=1)
         self._writes = self._reads
@@ -176,6 +197,10 @@ class Engine:
             self._writes = jax.jit(functools.partial(speculate, models, drafts), donate_argnums=1)
         self._score = jax.jit(functools.partial(scored, model))
         self._embed = jax.jit(functools.partial(embedded, model))
+
+    def _put(self, tokens: np.ndarray) -> jax.Array:
+        place = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
+        return jax.device_put(tokens, place)
 
     def _on_mesh(self) -> Any:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
@@ -204,6 +229,16 @@ class Engine:
             raise ValueError("the prompt is empty: give at least one token")
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens is {request.max_tokens}: ask for at least one token")
+        if not 0 <= request.min_tokens <= request.max_tokens:
+            raise ValueError(
+                f"min_tokens is {request.min_tokens}: give a whole number from 0 to max_tokens, "
+                f"which is {request.max_tokens}"
+            )
+        if request.min_tokens and len(request.ends) > ENDS:
+            raise ValueError(
+                f"min_tokens is given with {len(request.ends)} tokens that end an answer: at most "
+                f"{ENDS} can be held back"
+            )
         if tokens.min() < 0 or tokens.max() >= self.model.vocab_size:
             raise ValueError(
                 f"the prompt has tokens from {tokens.min()} to {tokens.max()}: the vocabulary has "
@@ -327,6 +362,11 @@ class Engine:
             self._table[slot, : len(pages)] = pages
             top_k = min(request.top_k or self.model.vocab_size, self.model.vocab_size)
             chosen = request.temperature, top_k, request.top_p, request.seed % 2**32
+            chosen += request.repetition_penalty, request.frequency_penalty
+            held = sorted(request.ends) if request.min_tokens else []
+            held += [-1] * (ENDS - len(held))
+            chosen += request.presence_penalty, request.min_tokens, held, len(request.prompt)
+            self._history[slot, : len(request.prompt)] = request.prompt
             for array, value in zip(self._sampling, chosen, strict=True):
                 array[slot] = value
             self._adapter[slot] = self.adapters.index(request.adapter)
@@ -368,9 +408,12 @@ class Engine:
     def _call(self, program, slots, own, table, tokens_BC, start_B, count_B) -> Drawn:
         sampling = RowSampling(*(x[own] for x in self._sampling))
         want = any(self.rows[slot].request.top_logprobs for slot in slots)
-        rows = Rows(table, tokens_BC, start_B, count_B, sampling, want, self._adapter[own])
+        asked = np.array(any(self.rows[slot].request.reads_history for slot in slots))
+        rows = Rows(table, tokens_BC, start_B, count_B, sampling, want, self._adapter[own], None)
         # Copies: what is handed over is read while the host goes on.
         rows = jax.tree.map(np.array, rows)
+        history = self._put(self._history[own]) if asked else self._no_history[len(own)]
+        rows = rows._replace(history=History(history, asked))
         with self._on_mesh():
             self._caches, drawn = program(self._params, self._caches, rows)
         return drawn
@@ -380,6 +423,7 @@ class Engine:
         request, n = row.request, row.request.top_logprobs
         for at in range(drawn.count[index]):
             token = int(drawn.tokens[index, at])
+            self._history[slot, len(request.prompt) + row.written] = token
             row.written += 1
             self._last[slot] = token
             reason = "length" if row.written == request.max_tokens else None

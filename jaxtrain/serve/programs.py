@@ -14,11 +14,13 @@ import jax.numpy as jnp
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import CausalDecoder, Pages
-from jaxtrain.models.sampling import RowSampling, draw_rows
+from jaxtrain.models.sampling import History, RowSampling, draw_rows
 from jaxtrain.ops.row_adapters import choose
 
 # Most alternatives that are named beside a token.
 TOP = 20
+# Most tokens that may end a request which is to have a least length.
+ENDS = 16
 # The keys and values of each model's pages.
 Caches = Sequence[tuple[jax.Array, jax.Array]]
 
@@ -31,6 +33,7 @@ class Rows(NamedTuple):
       tokens: int32 [B, C], of which ``count`` [B] are read from position ``start`` [B] on.
       want: bool, whether any row is to have alternatives.
       adapter: int32 [B].
+      history: the tokens of the rows, where any row is to have penalties or a least length.
     """
 
     table: Any
@@ -40,6 +43,7 @@ class Rows(NamedTuple):
     sampling: RowSampling
     want: Any
     adapter: Any
+    history: History
 
 
 class Drawn(NamedTuple):
@@ -91,16 +95,20 @@ def speculate(
     last_B = rows.tokens[:, 0]
 
     def propose(carry: Any, i: jax.Array) -> Any:
-        pages, tokens_B = carry
+        pages, tokens_B, history_BT = carry
         reads_B = (i < rows.count).astype(jnp.int32)
         given = tokens_B[:, None], rows.start + i, reads_B
         logits_BV, pages = draft.extend(other, pages, *given)
-        tokens_B, _ = draw_rows(rows.sampling, logits_BV, rows.start + i + 1)
-        return (pages, tokens_B), tokens_B
+        at_B, history = rows.start + i + 1, rows.history._replace(tokens=history_BT)
+        tokens_B, _ = draw_rows(rows.sampling, history, logits_BV, at_B)
+        history_BT = history_BT.at[jnp.arange(len(at_B)), at_B].set(tokens_B, mode="drop")
+        return (pages, tokens_B, history_BT), tokens_B
 
     # The last proposal is not tried: it is made so that the draft has read the one before it.
-    begun = Pages(*caches[1], rows.table), last_B
-    (draft_pages, _), proposed_CB = jax.lax.scan(propose, begun, jnp.arange(drafts + 1))
+    begun = Pages(*caches[1], rows.table), last_B, rows.history.tokens
+    ended, proposed_CB = jax.lax.scan(propose, begun, jnp.arange(drafts + 1))
+    draft_pages, _, history_BT = ended
+    rows = rows._replace(history=rows.history._replace(tokens=history_BT))
     tokens_BC = jnp.concatenate([last_B[:, None], proposed_CB[:-1].T], axis=1)
     pages = Pages(*caches[0], rows.table)
     given = tokens_BC, rows.start, rows.count
@@ -117,7 +125,9 @@ def _drawn(rows: Rows, logits_BCV: jax.Array, at_BC: jax.Array, count_B: jax.Arr
     """Draws a token for each position ``at_BC`` by its logits."""
     B, C, V = logits_BCV.shape
     sampling = RowSampling(*(jnp.repeat(x, C, axis=0) for x in rows.sampling))
-    tokens_N, logprobs_NV = draw_rows(sampling, logits_BCV.reshape(-1, V), at_BC.reshape(-1))
+    tokens_N, logprobs_NV = draw_rows(
+        sampling, rows.history, logits_BCV.reshape(-1, V), at_BC.reshape(-1)
+    )
     top = min(TOP, V)
     nothing = jnp.zeros((B * C, top), logprobs_NV.dtype), jnp.zeros((B * C, top), jnp.int32)
     values, ids = jax.lax.cond(

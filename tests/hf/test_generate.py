@@ -15,7 +15,7 @@ from tests.hf import models
 @pytest.mark.parametrize(("penalty", "beams"), [(1.0, 1), (1.6, 1), (1.6, 3)])
 def test_tokens_are_those_that_transformers_generates(name, penalty, beams, tmp_path):
     models.transformers()
-    import torch
+    torch = pytest.importorskip("torch")
 
     folder, prompts = models.save(name, tmp_path), models.TOKENS[:, :9]
     expected = models.opened(folder).generate(
@@ -44,7 +44,7 @@ def test_tokens_are_those_that_transformers_generates(name, penalty, beams, tmp_
 @pytest.mark.parametrize("written", [0, 2, 3])
 def test_scores_are_adjusted_as_transformers_processes_them(window, written):
     processors = models.transformers().generation.logits_process
-    import torch
+    torch = pytest.importorskip("torch")
 
     r = np.random.default_rng(written)
     scores, ids = r.standard_normal((2, 9)).astype(np.float32), r.integers(0, 9, (2, 5 + written))
@@ -65,7 +65,7 @@ def test_scores_are_adjusted_as_transformers_processes_them(window, written):
 @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_row_is_as_long_as_it_is_to_be(beams, tmp_path):
     folder, rows = models.save("llama", tmp_path), models.TOKENS[:, :9]
-    import torch
+    torch = pytest.importorskip("torch")
 
     config, params = hf.read_config(folder), hf.load(hf.open_weights(folder))
     form = {"max_new_tokens": 9, "repetition_penalty": 1.6}

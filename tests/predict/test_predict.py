@@ -88,7 +88,7 @@ def said(*lengths):
 
 def logits(kind, folder, tokens, pair=()):
     """What transformers makes of one row, as float64."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     library = models.transformers()
     model = getattr(library, f"BertFor{kind}").from_pretrained(folder).eval()
@@ -191,7 +191,7 @@ def test_answers_are_those_of_all_places_in_all_parts(folder_of, tokenizer, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 3])
 def test_texts_are_those_that_transformers_writes(beams, folder_of, tokenizer, tmp_path, capsys):
-    import torch
+    torch = pytest.importorskip("torch")
 
     texts, folder = said(3, 12, 1, 40), folder_of("t5")
     path = write_rows(tmp_path / "rows.jsonl", [{"source": text} for text in texts])
@@ -209,7 +209,7 @@ def test_texts_are_those_that_transformers_writes(beams, folder_of, tokenizer, t
 
 
 def test_classes_of_images_are_those_of_transformers(folder_of, tmp_path, capsys):
-    import torch
+    torch = pytest.importorskip("torch")
 
     pillow, folder = pytest.importorskip("PIL.Image"), folder_of("vit")
     pixels = np.random.default_rng(0).integers(0, 256, (7, 8, 12, 3), np.uint8)

@@ -56,6 +56,10 @@ def test_a_chat_ends_where_the_assistant_is_to_speak():
     (request,) = read({"messages": messages, "max_completion_tokens": 4}, chat=True).requests
     assert TOKENIZER.decode(request.prompt) == "1 + 1 = "
     assert request.max_tokens == 4
+    shape = {"min_tokens": 2, "repetition_penalty": 1.5, "frequency_penalty": -2}
+    shape["presence_penalty"] = 0.5
+    (request,) = read({"messages": messages, **shape}, chat=True).requests
+    assert {name: getattr(request, name) for name in shape} == shape
     with pytest.raises(ValueError, match="no chat template"):
         read({"messages": messages}, chat=True, reader=dataclasses.replace(READER, template=None))
 
@@ -65,7 +69,11 @@ def test_a_chat_ends_where_the_assistant_is_to_speak():
     [
         ([], "JSON object"),
         ({"prompt": "a", "min_p": 0.1}, "min_p is not known here"),
-        ({"prompt": "a", "frequency_penalty": 1.0}, "frequency_penalty is 1.0"),
+        ({"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty is 2.1: .* from -2 to 2"),
+        ({"prompt": "a", "presence_penalty": -3}, "presence_penalty is -3"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty is 0: .* above 0"),
+        ({"prompt": "a", "min_tokens": -1}, "min_tokens is -1"),
+        ({"prompt": "a", "min_tokens": 5, "max_tokens": 4}, "to max_tokens, which is 4"),
         ({"prompt": "a", "temperature": -1}, "temperature is -1"),
         ({"prompt": "a", "temperature": True}, "temperature is True"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),

@@ -60,7 +60,7 @@ def generated(capsys, folder, *flags):
 
 def theirs(folder, tokenizer, prompt, is_decoder, *, own_ends=False, **given):
     """The text that transformers generates of a folder."""
-    import torch
+    torch = pytest.importorskip("torch")
 
     library = models.transformers()
     kind = "AutoModelForCausalLM" if is_decoder else "T5ForConditionalGeneration"
