@@ -58,7 +58,7 @@ SMALLER = {
     r"-m experiments.*--model (gpt2|llama)": "--heads 8",
     r"jaxtrain plan experiments(?!.*--init-from)": "--layers 2 --width 128 --heads 16 --seq-len 64",
     r"jaxtrain parity": "--layout data=2,fsdp=2",
-    r"--rounding": "--mesh.data 1",  # which is against one device
+    r"--rounding": "--mesh.data 1",  # its gradients are compared on one device
     r"jaxtrain compare": "--rounds 2 --block-steps 1",
     r"jaxtrain predict .*questions": "--stride 4",
     r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",

@@ -16,6 +16,7 @@ from jax import export
 from jaxtrain.hf import safetensors
 from jaxtrain.hf.family import ModelConfig
 from jaxtrain.hf.weights import SHARD_BYTES, cast, check_new
+from jaxtrain.host import extras
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
@@ -106,7 +107,11 @@ def save(
       dtype: of the weights, in which the model computes; None means that of each.
       max_shard_bytes: of one file of weights.
       files: more text files by name, such as a tokenizer.json.
+
+    Raises:
+      ImportError: the package flatbuffers is not installed.
     """
+    extras.load("a program in a file needs flatbuffers", "export", "flatbuffers")
     folder = Path(folder)
     check_new(folder)
     leaves = named_leaves(params)

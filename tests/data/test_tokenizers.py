@@ -358,7 +358,7 @@ def test_text_of_another_length_by_chance_is_refused():
         list(encode_marked([Conversation("x", b"a b  dog", ((5, 8),), ())], ours))
 
 
-def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsys):
+def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsys, tmp_path):
     """Of vocabularies in which a space begins each word, and of which `decode` drops the first."""
     scores = [
         ("<unk>", 0.0),
@@ -372,7 +372,8 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
         SubwordTokenizer(theirs, 1),
         DecoderConfig(width=8, heads=1, vocab_size=5, seq_len=8, layers=1),
     )
-    opened = Opened(model, {}, ours, "x", ((), ()))
+    (tmp_path / "config.json").write_text("{}")
+    opened = Opened(model, {}, ours, str(tmp_path), ((), ()))
     monkeypatch.setattr(generate_command, "open_model", lambda *forms, mesh, step: opened)
     monkeypatch.setattr(generate_command, "stream", lambda *_, **on: iter([[2, 4], [4, 2], [1, 1]]))
     flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--max-tokens", "3"]

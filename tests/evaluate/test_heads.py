@@ -116,6 +116,7 @@ def test_what_cannot_be_reported_is_refused(monkeypatch, tmp_path, capsys):
     assert "row 2 has no 'label'" in refused(capsys, *asked, rows)
     rows = rows_at(tmp_path / "rows.jsonl", [{"text": "a", "label": 2}])
     assert "the class 2, which is none of the model's: no, yes" in refused(capsys, *asked, rows)
+    monkeypatch.setattr(command.extras, "load", lambda *names: None)
     assert "is no decoder" in refused(capsys, *asked, rows, "--tasks", "hellaswag")
     out = tmp_path / "new" / "results.jsonl"
     refused(capsys, *asked, rows, "--out", str(out))

@@ -122,6 +122,7 @@ def computed(module, config, params, batch):
     "names", [DAILY, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["daily", "others"]
 )
 def test_a_program_computes_the_same_without_this_package(names, tmp_path):
+    pytest.importorskip("flatbuffers")
     wanted = {}
     for name in names:
         module, config = FORMS[name]
@@ -151,6 +152,7 @@ def test_the_default_gpt_is_a_program_and_no_model_of_transformers(tmp_path, cap
     said = refused(capsys, "hf", "export", *given, "--out", str(tmp_path / "no"))
     assert "llama has no mlp='gelu'" in said
     assert said.endswith("; export it with --format stablehlo, which has every model\n")
+    pytest.importorskip("flatbuffers")
     out = tmp_path / "out"
     flags = ["--out", str(out), "--format", "stablehlo", "--dtype", "bfloat16"]
     status, printed, error = run(capsys, "export", *given, *flags)

@@ -64,9 +64,8 @@ def test_scores_are_adjusted_as_transformers_processes_them(window, written):
 
 @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_row_is_as_long_as_it_is_to_be(beams, tmp_path):
-    folder, rows = models.save("llama", tmp_path), models.TOKENS[:, :9]
     torch = pytest.importorskip("torch")
-
+    folder, rows = models.save("llama", tmp_path), models.TOKENS[:, :9]
     config, params = hf.read_config(folder), hf.load(hf.open_weights(folder))
     form = {"max_new_tokens": 9, "repetition_penalty": 1.6}
     free = np.asarray(generate(config, params, rows, temperature=0.0, **form))

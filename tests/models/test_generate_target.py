@@ -20,7 +20,7 @@ from jaxtrain.models.generate import (
     generate,
     prompts,
 )
-from jaxtrain.models.sampling import Sampling
+from jaxtrain.models.sampling import make_sampling
 
 CONFIG = t5.T5Config(
     vocab_size=7,
@@ -123,7 +123,7 @@ def test_the_score_of_a_beam_is_that_of_its_own_tokens():
             k = (3 * cache.k[0, :, 0, 0, 0] + tokens[:, 0] + 1) % states
             return jnp.asarray(table)[k], Cache(k.reshape(1, -1, 1, 1, 1), cache.v)
 
-    chosen = Sampling(None, None, None, penalty, eod)
+    chosen = make_sampling(table.shape[1], temperature=0, repetition_penalty=penalty, eod=eod)
     batch = Prompts(np.zeros((B, 1), int), np.zeros(B, int), sampling=chosen)
     found, scores = _found(_Form(Counter(), count, 3, 2.0), Weights({}), batch)
     for row, (tokens, score) in enumerate(zip(np.asarray(found), scores, strict=True)):

@@ -14,7 +14,6 @@ from jaxtrain.serve.programs import ENDS
 from tests.serve.test_draft import near
 from tests.serve.test_engine import SIZES, answers, model_of, own_requests, prompts
 
-
 torch = pytest.importorskip("torch")
 logits_process = pytest.importorskip("transformers.generation.logits_process")
 
