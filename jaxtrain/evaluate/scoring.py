@@ -14,12 +14,10 @@ from jax.sharding import Mesh
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.generate import padded_length
 from jaxtrain.serve.engine import row_length
 from jaxtrain.sharding.rules import batch_parts
 from jaxtrain.stages import run_layers
-
-# The shortest rows that a program is compiled for.
-SHORTEST = 16
 
 
 class Row(NamedTuple):
@@ -77,7 +75,7 @@ class Scorer:
         return [found[i] for i in range(len(rows))]
 
     def _batch(self, rows: Sequence[Row]) -> Iterator[Scored]:
-        size = max(SHORTEST, 1 << (len(rows[0].tokens) - 2).bit_length())
+        size = padded_length(len(rows[0].tokens) - 1)
         shape = self._rows, min(size, self.longest)
         batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
         for b, row in enumerate(rows):
@@ -145,7 +143,7 @@ class MaskedScorer:
         self, sentences: Sequence[Sequence[int]], part: Sequence[tuple[int, int]]
     ) -> np.ndarray:
         longest = len(sentences[part[0][0]]) + 2
-        length = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.longest + 2)
+        length = min(padded_length(longest), self.longest + 2)
         shapes = {name: (self._rows, length) for name in ("tokens", "segments")}
         shapes |= {name: (self._rows, 1) for name in ("places", "targets")}
         batch = {name: np.zeros(shape, np.int32) for name, shape in shapes.items()}

@@ -38,6 +38,18 @@ from jaxtrain.models.sampling import Draws, Own, Sampling, draw, make_sampling
 from jaxtrain.sharding.placement import gather
 
 Config = DecoderConfig | T5Config
+# The shortest rows that a program is compiled for.
+SHORTEST = 16
+
+
+def padded_length(count: int) -> int:
+    """The length that rows of ``count`` tokens are padded to, a power of two: few programs are then
+    compiled for rows of any lengths.
+
+    >>> padded_length(3), padded_length(64), padded_length(65)
+    (16, 64, 128)
+    """
+    return max(SHORTEST, 1 << (count - 1).bit_length())
 
 
 @jax.tree_util.register_dataclass

@@ -19,15 +19,11 @@ from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answer
 from jaxtrain.data.sources import rows_in
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, vit
-from jaxtrain.models.generate import beam_search, generate
+from jaxtrain.models.generate import beam_search, generate, padded_length
 from jaxtrain.run import trained
-from jaxtrain.serve.command import ends_of
-from jaxtrain.serve.opening import Opened, fields_of, form_of
+from jaxtrain.serve.opening import Opened, ends_of, fields_of, form_of
 from jaxtrain.sharding.placement import UnevenWarning
 from jaxtrain.sharding.rules import batch_parts
-
-# The shortest rows that a program is compiled for.
-SHORTEST = 16
 
 # Records that are read before they are sorted by length and predicted.
 RECORDS = 4096
@@ -232,13 +228,13 @@ def answer(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
 def write(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """The target of each source: the most probable tokens, or the text that beams find."""
     config, params, tokenizer, folder, *_ = model.opened
-    ends = [tokenizer.eod, *sorted(ends_of(folder, tokenizer) - {tokenizer.eod})]
+    ends = ends_of(folder, tokenizer)
     rows = tokenizer.encode_batch([str(row["source"]) for row in records])
     rows = [[*row[: model.length - 1].tolist(), tokenizer.eod] for row in rows]
     options = {"max_new_tokens": model.max_tokens or config.target_len, "eod": ends}
     found = [""] * len(rows)
     for part in batches(model, list(map(len, rows))):
-        size = max(SHORTEST, 1 << (len(rows[part[0]]) - 1).bit_length())
+        size = padded_length(len(rows[part[0]]))
         tokens = np.array([rows[i] + [0] * (size - len(rows[i])) for i in part], np.int32)
         given = {"prompt_lengths": [len(rows[i]) for i in part], **options}
         with jax.set_mesh(model.mesh):
@@ -257,9 +253,7 @@ def outputs(model: Model, rows: Any) -> list[np.ndarray]:
     size = getattr(rows, "size", None)
     found: list[Any] = [None] * len(rows)
     for part in batches(model, [size(i) if size else 1 for i in range(len(rows))]):
-        stop = None
-        if size:
-            stop = max(SHORTEST, 1 << (size(part[0]) - 1).bit_length())
+        stop = padded_length(size(part[0])) if size else None
         made = [rows[index] for index in part]
         names = made[0].keys() & {"tokens", "segments", "types", "image"}
         batch = {name: np.stack([row[name][:stop] for row in made]) for name in names}

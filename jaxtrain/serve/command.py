@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -20,13 +19,12 @@ from jaxtrain.data.tokenizers import Tokenizer
 from jaxtrain.host import distributed, extras
 from jaxtrain.host.least import check_least
 from jaxtrain.ops.row_adapters import Additions
-from jaxtrain.run import trained
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.front import REPLICA, Replica, make_front
-from jaxtrain.serve.opening import Opened, fields_of, open_adapter, open_decoder
+from jaxtrain.serve.opening import Opened, ends_of, open_adapter, open_decoder
 from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
@@ -259,19 +257,9 @@ def reader_of(
     opened: Opened, models: tuple[str, ...], chat_template: str | None, longest: int
 ) -> Reader:
     """Makes what reads a model's requests."""
-    ends = ends_of(opened.folder, opened.tokenizer)
+    ends = frozenset(ends_of(opened.folder, opened.tokenizer))
     template = template_of(chat_template, opened.folder, opened.tokenizer)
     return Reader(models, opened.tokenizer, longest, ends, template, opened.begin)
-
-
-def ends_of(folder: str, tokenizer: Tokenizer) -> frozenset[int]:
-    """Returns the tokens that end an answer: the end of a document, and those that the generation
-    config of a run or a model names; where it has none, its config."""
-    beside = trained.beside(folder).get(trained.GENERATION)
-    config = fields_of(folder) if beside is None else json.loads(beside)
-    named = config.get("eos_token_id") if isinstance(config, dict) else None
-    named = named if isinstance(named, list) else [named]
-    return frozenset([tokenizer.eod, *(x for x in named if type(x) is int)])
 
 
 def template_of(name: str | None, folder: str, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -17,11 +17,11 @@ from jaxtrain.host import quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import MeshShape
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.generate import beam_search, prompts, stream
+from jaxtrain.models.generate import beam_search, padded_length, prompts, stream
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.api import Text
-from jaxtrain.serve.command import ends_of, template_of
-from jaxtrain.serve.opening import Opened, mesh_for, open_model
+from jaxtrain.serve.command import template_of
+from jaxtrain.serve.opening import Opened, ends_of, mesh_for, open_model
 from jaxtrain.sharding.rules import batch_parts
 
 # New tokens, where --max-tokens is left out.
@@ -155,9 +155,7 @@ class Writer:
     def __init__(self, options: GenerateOptions, opened: Opened, mesh: Mesh):
         self.opened = opened
         self._options, self._mesh = options, mesh
-        eod = opened.tokenizer.eod
-        # The first of several is what rows are filled with.
-        self._ends = [eod, *sorted(ends_of(opened.folder, opened.tokenizer) - {eod})]
+        self._ends = ends_of(opened.folder, opened.tokenizer)
         self._read = self._written = self._rows = self._texts = 0
         self._reading = self._writing = 0.0
 
@@ -222,7 +220,7 @@ class Writer:
         row = [*begin[options.chat], *ids] if is_decoder else [*ids, tokenizer.eod]
         row = row or [tokenizer.eod]  # a model without a beginning that is asked for any text
         self._read += len(row)
-        most, size = options.max_tokens, max(16, 1 << (len(row) - 1).bit_length())
+        most, size = options.max_tokens, padded_length(len(row))
         if model.positions == "learned":
             size = max(len(row), min(size, model.seq_len))
             most = most or max(1, min(MOST, model.seq_len - len(row)))

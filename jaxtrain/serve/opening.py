@@ -1,6 +1,7 @@
 """Opens a trained model, wherever it lies: what generation, evaluation and serving begin with."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -121,6 +122,17 @@ def fields_of(folder: str) -> Mapping[str, Any]:
     if exists(as_path(folder) / "checkpoints"):
         return trained.stored(folder).get("special_tokens") or {}
     return read_json(as_path(folder) / "config.json")
+
+
+def ends_of(folder: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end an answer: first the end of a document, with which rows are
+    filled, then those that the generation config of a run or a model names; where it has none, its
+    config."""
+    beside = trained.beside(folder).get(trained.GENERATION)
+    config = fields_of(folder) if beside is None else json.loads(beside)
+    named = config.get("eos_token_id") if isinstance(config, dict) else None
+    named = named if isinstance(named, list) else [named]
+    return (tokenizer.eod, *sorted({x for x in named if type(x) is int} - {tokenizer.eod}))
 
 
 def form_of(model: trained.Model) -> str:

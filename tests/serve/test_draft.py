@@ -12,7 +12,15 @@ from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.sharding.rules import as_rules, param_shardings
-from tests.serve.test_engine import FORMS, SIZES, answers, model_of, own_requests, prompts
+from tests.serve.test_engine import (
+    FORMS,
+    SIZES,
+    answers,
+    check_company,
+    model_of,
+    own_requests,
+    prompts,
+)
 
 
 def draft_of(seed=1, **given):
@@ -92,22 +100,7 @@ def test_no_form_or_number_of_proposals_changes_a_token(form, drafts):
 
 @pytest.mark.slow
 def test_company_changes_no_bit_where_a_draft_proposes():
-    config, params = model_of("llama")
-    engine = Engine(config, params, **SIZES, draft=near(noise=0.1), drafts=3)
-    alone = [answers(engine, [request])[0] for request in own_requests()]
-    rng = np.random.default_rng(0)
-    for trial in range(30):
-        others = [
-            Request(prompt, int(rng.integers(1, 12)), temperature=1.0, seed=trial)
-            for prompt in prompts(trial, *rng.integers(1, 28, 5))
-        ]
-        everyone = own_requests() + others
-        order = rng.permutation(len(everyone))
-        gone = [i for i, who in enumerate(order) if who >= len(alone) and rng.random() < 0.5]
-        found = answers(engine, [everyone[i] for i in order], cancel=gone)
-        for place, who in enumerate(order):
-            assert who >= len(alone) or found[place] == alone[who]
-        assert engine.pool.free == engine.pool.count - 1
+    check_company(30, draft=near(noise=0.1), drafts=3)
 
 
 @pytest.mark.slow
