@@ -7,10 +7,13 @@ not is in :data:`ABSENT`, with the reason. A new line is one or the other.
 import importlib
 import importlib.util
 import json
+import os
 import pathlib
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
 
 import numpy as np
@@ -58,7 +61,6 @@ SMALLER = {
     r"-m experiments.*--model (gpt2|llama)": "--heads 8",
     r"jaxtrain plan experiments(?!.*--init-from)": "--layers 2 --width 128 --heads 16 --seq-len 64",
     r"jaxtrain parity": "--layout data=2,fsdp=2",
-    r"--rounding": "--mesh.data 1",  # its gradients are compared on one device
     r"jaxtrain compare": "--rounds 2 --block-steps 1",
     r"jaxtrain predict .*questions": "--stride 4",
     r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",
@@ -102,7 +104,10 @@ def smaller(words):
 
 def run(words):
     """Runs a command in this process; it has to end well."""
-    if words[0] == "jaxtrain":
+    if "--rounding" in words:  # it wants one device, and eight are here
+        env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+        assert not subprocess.run([sys.executable, "-m", *words], env=env, check=False).returncode
+    elif words[0] == "jaxtrain":
         assert cli.main(words[1:]) == 0, words
     else:
         module = importlib.import_module(words[2])

@@ -56,6 +56,8 @@ BASES: dict[str, dict[str, str]] = {
     | {"--tokenizer": "bytes", "--held-out-bytes": "2000", "--examples": "0"},
     "experiments.vision": _ANY,
 }
+_RULE = "--optimizer."
+_READ_BY_STEP = ("--optimizer.freeze", "--optimizer.accumulate", "--optimizer.watch-every")
 # Rounding does not average out in models 16 wide.
 TOLERANCES = parity.TOLERANCES | {"bf16": 5e-2}
 
@@ -430,14 +432,25 @@ class Together:
         return tuple(itertools.chain(*own.items()))
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """The optimizer's flags, where it may be one of several side by side in a step: where the
+        step reads nothing in its state, and updates are all that is compared."""
+        own = tuple(itertools.chain(*(x for x in self.flags.items() if x[0].startswith(_RULE))))
+        read_by_step = any(name.startswith(_READ_BY_STEP) for name in own)
+        return own if self.updates and not read_by_step else ()
+
+    @property
     def changes(self) -> tuple[str, ...]:
         """The names of those that no flag gives."""
         return tuple(each.name for each in self.chosen if each.change is not None)
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What cells have in common that are compared with the same run on one device."""
-        return (self.module, *self.task, *self.changes)
+        """What cells have in common that are compared with the same run on one device, or with one
+        whose optimizers are side by side."""
+        rest = {n: x for n, x in self.flags.items() if not (self.beside and n.startswith(_RULE))}
+        task = dataclasses.replace(self, flags=rest).task
+        return (self.module, *task, *self.changes, bool(self.beside))
 
     @property
     def layout(self) -> str:

@@ -3,7 +3,9 @@
 A capability is a small change of an experiment, as flags that anyone can type
 (:mod:`jaxtrain.compare.capabilities`). The experiment with two of them is trained for a few steps
 on one device, and on the mesh that the two ask for, as ``jaxtrain parity`` does: loss, gradients,
-parameters and the state of the optimizer are compared. Some have a check of whole runs instead
+parameters and the state of the optimizer are compared. Experiments that differ in their optimizer
+alone share a step, and what is not equal so is tried by itself
+(:mod:`jaxtrain.compare.side_by_side`). Some have a check of whole runs instead
 (:mod:`jaxtrain.compare.whole_runs`): one that is interrupted and resumed is compared with one that
 is not, to the bit, and so are the weights that it exports and the tokens that its model writes.
 
@@ -17,16 +19,17 @@ import dataclasses
 import functools
 import io
 import itertools
+import math
 import re
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxtrain.compare import parity
+from jaxtrain.compare import parity, side_by_side
 from jaxtrain.compare.capabilities import Capability, Together, together
 from jaxtrain.compare.whole_runs import Errors
 from jaxtrain.experiment import Experiment
@@ -34,6 +37,8 @@ from jaxtrain.layout import Layout
 from jaxtrain.run.main import build_experiment, load_config
 
 STEPS = 2
+# As many optimizers are side by side in one step; more would be slow to compile.
+SIDE_BY_SIDE = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +53,14 @@ class Cell:
     seconds: float = 0.0
 
 
+class Laid(NamedTuple):
+    """Capabilities together, their experiment, and the layout that it is compared on."""
+
+    cell: Together
+    experiment: Experiment
+    layout: Layout
+
+
 def pairs(all_of: Sequence[Capability]) -> list[Together]:
     """All pairs of capabilities that are no alternatives of each other."""
     return [x for pair in itertools.combinations(all_of, 2) if (x := together(pair)) is not None]
@@ -57,8 +70,8 @@ def part_of(cells: Iterable[Together], part: int, parts: int) -> list[Together]:
     """One of several parts of about equal size, the same in every process; cells that share what
     they are compared with are together, up to 64."""
     groups = [
-        (-len(some[n : n + 64]), zlib.crc32(" ".join(task).encode()), n, some[n : n + 64])
-        for task, some in _by_task(cells).items()
+        (-len(some[n : n + 64]), zlib.crc32(repr(some[0].shared).encode()), n, some[n : n + 64])
+        for some in _by_task(cells)
         for n in range(0, len(some), 64)
     ]
     filled: list[list[Together]] = [[] for _ in range(parts)]
@@ -69,68 +82,117 @@ def part_of(cells: Iterable[Together], part: int, parts: int) -> list[Together]:
 
 def compose(cells: Iterable[Together]) -> Iterator[Cell]:
     """Tries capabilities together, task by task, and yields what came of each."""
-    for number, those in enumerate(_by_task(cells).values()):
+    for number, those in enumerate(_by_task(cells)):
         yield from _try_task(those)
         if number % 16 == 15:  # small programs are shared; all of them would fill the memory
             jax.clear_caches()
 
 
-def _by_task(cells: Iterable[Together]) -> dict[tuple, list[Together]]:
-    tasks: dict[tuple, list[Together]] = {}
-    for cell in cells:
-        tasks.setdefault(cell.shared, []).append(cell)
-    return tasks
+def _by_task(cells: Iterable[Together]) -> list[list[Together]]:
+    return _grouped(cells, lambda cell: cell.shared)
 
 
 def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
-    here = []
+    by_optimizer: dict[tuple[str, ...], list[Together]] = {}
     for cell in those:
         needs = [each.needs for each in cell.chosen if each.needs]
         if needs:
             yield Cell(cell.names, "needs", needs[0], cell.command)
         else:
-            here.append(cell)
-    if not here:
-        return
-    said = io.StringIO()
+            by_optimizer.setdefault(cell.beside, []).append(cell)
+    laid: list[Laid] = []
+    for cells in by_optimizer.values():
+        try:
+            experiment = _experiment(cells)
+        except ValueError as error:
+            yield from (refused(cell, str(error)) for cell in cells)
+            continue
+        for cell in cells:
+            try:
+                layout = Layout.parse(cell.layout, experiment.layout)
+                experiment.with_(layout=layout)
+            except ValueError as error:
+                yield refused(cell, str(error))
+            else:
+                laid.append(Laid(cell, experiment, layout))
+    alone = [each for each in laid if not each.cell.beside]
+    optimizers = list(dict.fromkeys(each.cell.beside for each in laid if each.cell.beside))
+    bundles = math.ceil(len(optimizers) / SIDE_BY_SIDE)
+    for number in range(bundles):
+        chosen = optimizers[number::bundles]
+        some = [each for each in laid if each.cell.beside in chosen]
+        alone += (yield from _side_by_side(some)) if len(chosen) > 1 else some
+    for some in _grouped(alone, lambda each: id(each.experiment)):
+        yield from _one_by_one(some)
+
+
+def _experiment(cells: Sequence[Together]) -> Experiment:
+    """The experiment of cells that differ in their layouts alone; raises ValueError for a refusal,
+    or a flag that it does not have."""
+    first, said = cells[0], io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            task = load_config(those[0].module, list(those[0].task), command="compose")
+            task = load_config(first.module, list(first.task), command="compose")
         experiment = build_experiment(*task)
-        if not (those[0].changes or experiment.task.has_model_state):
-            experiment = experiment.with_(params=functools.partial(_drawn, those[0], experiment))
-        if all(cell.updates for cell in those):
-            experiment = experiment.with_(eval_batches={})
-        for each in those[0].chosen:
-            experiment = experiment if each.change is None else each.change(experiment)
-    except SystemExit:  # for a flag that it does not have
+    except SystemExit:
         unknown = re.search(r"--[\w.-]+", said.getvalue())
-        told = f"the model of {those[0].module} has no flag {unknown and unknown[0]}"
-        yield from (refused(cell, told) for cell in here)
-        return
-    except ValueError as error:
-        yield from (refused(cell, str(error)) for cell in here)
-        return
-    laid = []
-    for cell in here:
-        try:
-            layout = Layout.parse(cell.layout, experiment.layout)
-            experiment.with_(layout=layout)
-        except ValueError as error:
-            yield refused(cell, str(error))
-        else:
-            laid.append((cell, layout))
+        told = f"the model of {first.module} has no flag {unknown and unknown[0]}"
+        raise ValueError(told) from None
+    if not (first.changes or experiment.task.has_model_state):
+        experiment = experiment.with_(params=functools.partial(_drawn, first, experiment))
+    if all(cell.updates for cell in cells):
+        experiment = experiment.with_(eval_batches={})
+    for each in first.chosen:
+        experiment = experiment if each.change is None else each.change(experiment)
+    return experiment
+
+
+def _side_by_side(those: Sequence[Laid]) -> Generator[Cell, None, list[Laid]]:
+    """Tries cells that differ in layout and optimizer, all optimizers of a layout in one step;
+    returns those that are not equal so, and have to be tried by themselves."""
+    experiments = {id(each.experiment): each.experiment for each in those}
+    optimizer = side_by_side.side_by_side(list(experiments.values()))
+    experiment = those[0].experiment.with_(optimizer=optimizer, freeze=None)
+    by_layout = _grouped(those, lambda each: each.cell.layout)
     reference = parity.reference_of(experiment, STEPS)
-    steps = [each for each in laid if not each[0].checks]
-    programs = parity.compiled(experiment, [layout for _, layout in steps])
-    for (cell, _), (number, program) in zip(steps, programs, strict=True):
+    programs = parity.compiled(experiment, [some[0].layout for some in by_layout])
+    left = []
+    for some, (number, program) in zip(by_layout, programs, strict=True):
+        try:
+            groups = parity.errors_by_group(program.result(), reference(number))
+        except Exception:  # one of the optimizers may be what it is of: each for itself says so
+            left += some
+            continue
+        for each in some:
+            place = list(experiments).index(id(each.experiment))
+            cell = _tried(each.cell, functools.partial(side_by_side.errors_of, place, groups))
+            if cell.outcome == "equal":
+                yield cell
+            else:
+                left.append(each)
+    return left
+
+
+def _one_by_one(those: Sequence[Laid]) -> Iterator[Cell]:
+    """Tries cells of one experiment."""
+    experiment = those[0].experiment
+    reference = parity.reference_of(experiment, STEPS)
+    steps = [each for each in those if not each.cell.checks]
+    programs = parity.compiled(experiment, [each.layout for each in steps])
+    for each, (number, program) in zip(steps, programs, strict=True):
         errors = lambda p=program, n=number: parity.run_layout(p.result(), reference(n))  # noqa: E731
-        yield _tried(
-            cell, errors, functools.partial(parity.rounding_of, experiment, reference, number)
-        )
-    for cell, layout in laid:
-        if cell.checks:
-            yield _tried(cell, functools.partial(_checked, cell, experiment, layout))
+        rounding = functools.partial(parity.rounding_of, experiment, reference, number)
+        yield _tried(each.cell, errors, rounding)
+    for each in those:
+        if each.cell.checks:
+            yield _tried(each.cell, functools.partial(_checked, *each))
+
+
+def _grouped(those: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for each in those:
+        groups.setdefault(key(each), []).append(each)
+    return list(groups.values())
 
 
 # Parameters as drawn, by what their model is of: their program takes longer to compile than to run.
@@ -173,7 +235,9 @@ def _tried(
     text = f"{error:.1e} in the {part}" + (f" of {leaf}" if leaf else "")
     equal = error <= cell.tolerance
     if not equal and "--precision" in cell.flags:
-        own = rounding()
+        own: Mapping[str, float] = {}
+        with contextlib.suppress(ValueError):  # on one device it may be refused
+            own = rounding()
         most = {part: max(cell.tolerance, 2 * own.get(part, 0.0)) for part in found}
         equal = all(error <= most[part] for part, (error, _) in found.items())
         text += f"; the precision itself makes {own.get(part, 0.0):.1e}"

@@ -385,13 +385,24 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
 
 def run_layout(program: Program, reference: Sequence[Step]) -> dict[str, tuple[float, str]]:
     """Repeats each step on a mesh; returns the largest error of each part, and its leaf."""
-    errors: dict[str, tuple[float, str]] = {}
+    groups = errors_by_group(program, reference)
+    return {part: max(errors.values()) for part, errors in groups.items()}
+
+
+def errors_by_group(
+    program: Program, reference: Sequence[Step]
+) -> dict[str, dict[str, tuple[float, str]]]:
+    """Repeats each step on a mesh; returns the largest error of each group of leaves of each part,
+    and its leaf."""
+    errors: dict[str, dict[str, tuple[float, str]]] = {}
     for step in reference:
         state = place(_replaying(step), program)
         _, found = run_step(program, state, step.batch)
         for part, expected in step.parts.items():
-            each = [worst(found[part][group], expected[group]) for group in expected]
-            errors[part] = max([errors.get(part, (-1.0, "")), *each])
+            so_far = errors.setdefault(part, {})
+            for group, leaves in expected.items():
+                error = worst(found[part][group], leaves)
+                so_far[group] = max(so_far.get(group, error), error)
     return errors
 
 

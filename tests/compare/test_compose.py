@@ -3,6 +3,8 @@
 import dataclasses
 import pathlib
 
+import jax
+import optax
 import pytest
 
 from jaxtrain.compare import compose, composition
@@ -94,6 +96,25 @@ def test_a_cell_says_what_came_of_it(found, outcome, text, monkeypatch):
         assert [each.outcome for each in compose.compose([of("fsdp", "bf16")])] == ["fault"]
     (cell,) = compose.compose([of("attention by cuDNN", "lamb")])
     assert (cell.outcome, cell.text) == ("needs", "a GPU")
+
+
+def test_an_optimizer_that_meshes_change_is_found_beside_one_that_they_do_not():
+    def by_devices(updates, state, params=None):
+        return jax.tree.map(lambda g: -g * jax.sharding.get_abstract_mesh().size, updates), state
+
+    sgd, lion = cells = of("fsdp", "sgd"), of("fsdp", "lion")
+    right = compose._experiment([sgd])
+    wrong = right.with_(optimizer=optax.GradientTransformation(lambda _: (), by_devices))
+    layout = Layout.parse("fsdp=2", right.layout)
+    assert [cell.beside[1::2] for cell in cells] == [("sgd",), ("lion",)]
+    both = [compose.Laid(sgd, right, layout), compose.Laid(lion, wrong, layout)]
+    left = []
+
+    def trial():
+        left.extend((yield from compose._side_by_side(both)))
+
+    assert [cell.names for cell in trial()] == [("fsdp", "sgd")]
+    assert left == both[1:]
 
 
 def test_the_command_runs_a_pair_and_writes_the_table_and_the_page(tmp_path, capsys):
