@@ -65,8 +65,8 @@ def expert_mlp(
       experts_BTJ: int32, the choices; E for none, and such a token may be anything.
 
     >>> weights = {"up": jnp.ones((2, 1, 1)), "down": jnp.array([[[1.0]], [[10.0]]])}
-    >>> x, gates, experts = jnp.full((1, 1, 1), 2.0), jnp.full((1, 1, 2), 0.5), jnp.array([[[0, 1]]])
-    >>> float(expert_mlp("relu", x, weights, gates, experts)[0, 0, 0])
+    >>> x, gates = jnp.full((1, 1, 1), 2.0), jnp.full((1, 1, 2), 0.5)
+    >>> float(expert_mlp("relu", x, weights, gates, jnp.array([[[0, 1]]]))[0, 0, 0])
     11.0
     """
     return _forward(form, x_BTD, weights, gates_BTJ, experts_BTJ)[0]
@@ -87,7 +87,7 @@ expert_mlp.defvjp(_forward, _backward)
 def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> Any:
     """Runs ``compute(x_ND, weights, gates_NJ, experts_NJ, *dy_ND)`` on each device's experts, whose
     results are sums over the devices' parts; gradients where a cotangent is given."""
-    (B, T, D), (E, _, F) = operands[0].shape, operands[1]["up"].shape
+    (B, T, _), (E, _, F) = operands[0].shape, operands[1]["up"].shape
     free = not_taken_over()
 
     def axes_of(logical: str, size: int) -> tuple[str, ...]:
@@ -118,7 +118,9 @@ def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> 
         if not cotangent:
             return back(found, x_BTD.dtype)
         dx_ND, dweights, dgates_NJ = found
-        dweights = {name: _sum(d, others).astype(weights[name].dtype) for name, d in dweights.items()}
+        dweights = {
+            name: _sum(d, others).astype(weights[name].dtype) for name, d in dweights.items()
+        }
         return back(dx_ND, x_BTD.dtype), dweights, back(dgates_NJ, gates_BTJ.dtype)
 
     if not free:

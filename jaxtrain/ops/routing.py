@@ -68,7 +68,8 @@ def route(
       routes_BTJ: int32, experts that were chosen before, such as by a sampler of the same weights;
         their weights are of the present probabilities.
 
-    >>> routes = route(jnp.eye(3)[None], jnp.array([[3.0, 0, 1], [1, 1, 0], [0, 5, 2]]), per_token=2)
+    >>> kernel = jnp.array([[3.0, 0, 1], [1, 1, 0], [0, 5, 2]])
+    >>> routes = route(jnp.eye(3)[None], kernel, per_token=2)
     >>> routes.experts_BTJ[0].tolist(), routes.load_BE.tolist()
     ([[0, 2], [0, 1], [1, 2]], [[2.0, 2.0, 2.0]])
     """

@@ -26,7 +26,7 @@ def by_hand(form, x, weights, gates, experts, dy):
     out, dx, dgates = np.zeros_like(x), np.zeros_like(x), np.zeros_like(gates)
     dweights = {name: np.zeros_like(w) for name, w in weights.items()}
     for place in np.ndindex(*experts.shape):
-        b, t, j = place
+        b, t, _ = place
         if (e := experts[place]) == E:
             continue
         own, token, gate = {n: w[e] for n, w in weights.items()}, x[b, t], gates[place]
@@ -129,7 +129,9 @@ def test_routes(routing):
         return (found.weights_BTJ[..., 0].sum() + found.balance_B + found.router_z_B).sum()
 
     dx, dkernel = jax.jit(jax.grad(loss, argnums=(0, 1)))(*given)
-    assert np.isfinite(dkernel).all() and (dx[~live] == 0).all() and np.abs(dx[live]).min() > 0
+    assert np.isfinite(dkernel).all()
+    assert (dx[~live] == 0).all()
+    assert np.abs(dx[live]).min() > 0
 
 
 def test_routes_are_replayed():
