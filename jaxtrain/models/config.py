@@ -31,7 +31,8 @@ class LayerFields:
       mlp: GELU in the tanh approximation, GELU itself, ReLU, SwiGLU, or GeGLU (by tanh, or exact).
       bias: biases in dense layers and LayerNorm.
       qkv_bias: biases of queries, keys and values; None means as ``bias``.
-      qk_norm: queries and keys are normed, head by head, before they are rotated.
+      qk_norm: queries and keys are normed before they are rotated, head by head, or with ``whole``
+        all heads together, as OLMoE's are.
       window: a position sees itself and at most ``window - 1`` before it, and as many after it
         where attention is not causal; None means all.
       window_pattern: which layers have the window, by number; the pattern repeats. Gemma 3 has
@@ -61,7 +62,7 @@ class LayerFields:
     mlp: Activation = "gelu"  # type: ignore[valid-type]
     bias: bool = True
     qkv_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: Literal[False, True, "whole"] = False
     window: int | None = None
     window_pattern: tuple[bool, ...] = (True,)
     rope_scaling: Llama3Scaling | LinearScaling | None = None

@@ -149,6 +149,16 @@ _MISTRAL = {"kv_heads": 8, "seq_len": 8192, "window": 4096}
 _QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
 _QWEN25 = _QWEN | {"kv_heads": 4, "vocab_size": 152064, "qkv_bias": True}
 _QWEN3 = _QWEN | {"kv_heads": 8, "vocab_size": 151936, "qk_norm": True}
+_MIXTRAL = {"kv_heads": 8, "seq_len": 8192, "rope_theta": 1e6}
+_QWEN3_MOE = _QWEN3 | {"kv_heads": 4, "head_dim": 128, "experts_per_token": 8}
+_OLMOE = {
+    "seq_len": 4096,
+    "vocab_size": 50304,
+    "qk_norm": "whole",
+    "experts": 64,
+    "experts_per_token": 8,
+    "routing": "softmax",
+}
 _GEMMA2 = {
     "vocab_size": 256000,
     "seq_len": 8192,
@@ -222,6 +232,15 @@ PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     # Qwen2.5 (Qwen team 2024): 7,615,616,512. Qwen3 (Qwen team 2025): 8,190,735,360.
     "qwen2.5-7b": lambda: _llama(layers=28, width=3584, heads=28, mlp_width=18944, **_QWEN25),
     "qwen3-8b": lambda: _llama(layers=36, width=4096, heads=32, mlp_width=12288, **_QWEN3),
+    # Mixtral (Jiang et al. 2024), OLMoE (Muennighoff et al. 2024) and Qwen3: 46,702,792,704,
+    # 6,919,161,856 and 30,532,122,624, of which a token goes through 12.9, 1.3 and 3.3 billion.
+    "mixtral-8x7b": lambda: _llama(
+        layers=32, width=4096, heads=32, mlp_width=14336, experts=8, **_MIXTRAL
+    ),
+    "olmoe-1b-7b": lambda: _llama(layers=16, width=2048, heads=16, mlp_width=1024, **_OLMOE),
+    "qwen3-30b-a3b": lambda: _llama(
+        layers=48, width=2048, heads=32, mlp_width=768, experts=128, **_QWEN3_MOE
+    ),
     # Gemma 2 (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888, 9,241,705,984 and
     # 27,227,128,320.
     "gemma2-2b": lambda: _gemma(_GEMMA2, layers=26, width=2304, heads=8, mlp_width=9216),

@@ -399,8 +399,9 @@ class Attention(nnx.Module):
         self.k = dense(width, shared, rngs, bias=config.qkv_bias)
         self.v = dense(width, shared, rngs, bias=config.qkv_bias)
         self.out = dense(inner, width, rngs, bias=config.bias, std=config.residual_std)
-        self.norm_q = Norm(config, config.head_dim) if config.qk_norm else None
-        self.norm_k = Norm(config, config.head_dim) if config.qk_norm else None
+        whole = config.qk_norm == "whole"
+        features = (inner, shared) if whole else (config.head_dim, config.head_dim)
+        self.norm_q, self.norm_k = (Norm(config, n) if config.qk_norm else None for n in features)
 
     @jax.named_scope("attn")
     def __call__(
@@ -420,7 +421,7 @@ class Attention(nnx.Module):
             )
         )
         if self.norm_q is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
+            q, k = self.norm_q.of_heads(q), self.norm_k.of_heads(k)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         out_BTHK, extra = attend(q, k, v)
@@ -459,6 +460,12 @@ class Norm(nnx.Module):
             return rms_norm(x, scale_D, eps=self.eps)
         bias_D = None if self.bias is None else self.bias[...]
         return layer_norm(x, scale_D, bias_D, eps=self.eps)
+
+    def of_heads(self, q_BTHK: jax.Array) -> jax.Array:
+        """Norms each head, or all together where there are as many features."""
+        whole = self.scale.shape != q_BTHK.shape[3:]
+        q = q_BTHK.reshape(*q_BTHK.shape[:2], -1) if whole else q_BTHK
+        return self(q).reshape(q_BTHK.shape)
 
 
 class MLP(nnx.Module):
