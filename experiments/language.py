@@ -29,6 +29,7 @@ from jaxtrain.hf.family import OURS
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect
 from jaxtrain.methods.population import Population
+from jaxtrain.models import decoder
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
 from jaxtrain.run import trained
@@ -453,7 +454,15 @@ def perplexity(means: Mapping[str, Any]) -> dict[str, float]:
     ({'perplexity': 2.718281828459045}, {'perplexity': inf})
     """
     with np.errstate(over="ignore"):
-        return {"perplexity": float(np.exp(means["loss"] - means.get("z_loss", 0.0)))}
+        return {"perplexity": float(np.exp(nats_of(means)))}
+
+
+def nats_of(means: Mapping[str, Any], of: str = "") -> float:
+    """The mean cross-entropy of a token of the evaluation set ``of`` (``"name/"``): the loss
+    without what else it is made of."""
+    if f"{of}cross_entropy" in means:  # where a teacher has a part in the loss
+        return means[f"{of}cross_entropy"]
+    return means[f"{of}loss"] - sum(means.get(f"{of}{part}", 0.0) for part in decoder.ADDED)
 
 
 def of_text(

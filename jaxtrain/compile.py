@@ -439,10 +439,12 @@ def _refuse_idle_axes(mesh: Mesh, state: PyTree, batch: PyTree, jaxpr: Any) -> N
         "expert": "give the parameters of experts a sharding rule with 'experts'",
     }
     for axis, mend in mends.items():
-        if mesh.shape.get(axis, 1) > 1 and axis not in (kept if axis == "pipe" else used):
+        of, idle = kept, "no leaf of the state"
+        if axis == "context":
+            of, idle = used, "nothing in this step"
+        if mesh.shape.get(axis, 1) > 1 and axis not in of:
             raise ValueError(
-                f"mesh axis {axis!r} of size {mesh.shape[axis]} splits "
-                f"{'no leaf of the state' if axis == 'pipe' else 'nothing in this step'}, so its "
+                f"mesh axis {axis!r} of size {mesh.shape[axis]} splits {idle}, so its "
                 f"devices would repeat each other's work: {mend}, or use size 1"
             )
 

@@ -48,8 +48,8 @@ class MeshShape:
     """Splits the layers; see the pipeline options."""
     context: Annotated[int, Suppress] = 1
     """Splits the sequence; of a library user's layout, without a flag."""
-    expert: Annotated[int, Suppress] = 1
-    """Splits the experts of a mixture; of a library user's layout, without a flag."""
+    expert: int = 1
+    """Splits the experts of a mixture, and the batch everywhere else."""
     dcn_data: int = 1
     """Number of TPU slices (or hosts) that the data axis spans: the part of it that crosses the
     slow network."""

@@ -58,6 +58,20 @@ class Sum(Reduction):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Hottest(Sum):
+    """The largest entry of each row [..., E] of the sum over the mean of that row, at its worst.
+
+    >>> float((Hottest(jnp.array([[3.0, 1.0]])) + Hottest(jnp.array([[0.0, 4.0]]))).result())
+    1.25
+    """
+
+    def result(self) -> jax.Array:
+        loads = self.value
+        return jnp.where(self.parts > 0, (loads.max(-1) / loads.mean(-1)).max(), jnp.nan)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Last(Reduction):
     """The value of the last part."""
 
@@ -103,7 +117,7 @@ class WeightedLoss:
         def scaled(x):
             if not _is_reduction(x):
                 return x * share
-            return Sum(x.value * share, x.parts) if isinstance(x, Sum) else x
+            return type(x)(x.value * share, x.parts) if isinstance(x, Sum) else x
 
         return jax.tree.map(scaled, self, is_leaf=_is_reduction)
 

@@ -256,7 +256,7 @@ def test_a_step_without_donation_has_a_report_too():
     [
         ("pipe", r"axis 'pipe' of size 2 splits no leaf of the state.* first axis is 'layers'"),
         ("context", r"axis 'context' of size 2 splits nothing in this step.* along 'sequence'"),
-        ("expert", r"axis 'expert' of size 2 splits nothing in this step.* rule with 'experts'"),
+        ("expert", r"axis 'expert' of size 2 splits no leaf of the state.* rule with 'experts'"),
     ],
 )
 def test_a_mesh_axis_that_nothing_uses_is_refused(axis, message):

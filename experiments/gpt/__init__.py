@@ -226,8 +226,7 @@ def with_answers(
     shape = (*shape[:2], about["top"] + 1)
     batch["teacher_log_probs"] = kind(shape, about["dtype"])
     loss = decoder.stored_distillation_loss(model, **numbers)
-    alone = lambda means: language.perplexity({"loss": means.get("cross_entropy", means["loss"])})  # noqa: E731
-    return apply(experiment, StoredDistillation(loss), batch=batch, derived=alone)
+    return apply(experiment, StoredDistillation(loss), batch=batch)
 
 
 def with_teacher(
@@ -258,8 +257,7 @@ def with_teacher(
         teacher_rules=decoder.RULES,
         cost=forward / decoder.flops_per_token(model),
     )
-    alone = lambda means: language.perplexity({"loss": means["cross_entropy"]})  # noqa: E731
-    taught = apply(experiment, change, derived=alone)
+    taught = apply(experiment, change)
     return taught if taught.task.params else taught.with_(params=lambda: change.params({}))
 
 
@@ -325,8 +323,7 @@ def conclude(
             )
             continue
         counted = len(held_out.tokens) - len(held_out.starts)
-        nats = means[f"{of}loss"] - means.get(f"{of}z_loss", 0.0)
-        nats = means.get(f"{of}cross_entropy", nats)  # where a teacher has a part in the loss
+        nats = language.nats_of(means, of)
         bits = nats * counted / math.log(2) / held_out.num_bytes
         if held_out.counts is not None:
             lines.append(

@@ -167,17 +167,20 @@ def _tasks() -> Iterator[Capability]:
 
 
 def _models() -> Iterator[Capability]:
-    own = (each for each in _LAYERS.items() if each[0] not in _ANY)
-    vit = ("--model", "vit", *itertools.chain(*own))
+    sizes = (each for each in _LAYERS.items() if each[0] not in _ANY)
+    vit = ("--model", "vit", *itertools.chain(*sizes))
     for name, module, flags, called in (
         ("Llama", "gpt", ("--model", "llama-1b"), "model"),
         ("Gemma", "gpt", ("--model", "gemma3-1b"), "model"),
+        ("experts", "gpt", ("--model", "tiny-moe"), "model|expert"),
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
     ):
-        yield Capability(name, "model", flags, module=f"experiments.{module}", called=called)
+        layout = "data=2,expert=2" if name == "experts" else ""
+        own = {"module": f"experiments.{module}", "called": called}
+        yield Capability(name, "model", flags, layout, **own)
 
 
 def _clipped(loss_fn: Callable[..., Any]) -> Callable[..., GradientSums]:

@@ -29,7 +29,7 @@ from jaxtrain.engines.plain import (
 )
 from jaxtrain.loss import Last, is_row_wise
 from jaxtrain.sharding.collectives import Shards
-from jaxtrain.sharding.mesh import BATCH_AXES
+from jaxtrain.sharding.mesh import GATHERED_AXES
 from jaxtrain.sharding.placement import (
     Gather,
     batch_is_leading,
@@ -71,7 +71,7 @@ def find_shards(
       None where all is left to the partitioner.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    carried = tuple(a for a in BATCH_AXES if a in free_axes(mesh))
+    carried = tuple(a for a in GATHERED_AXES if a in free_axes(mesh))
     if not carried or not sizes_are_final() or (microbatches == 1 and gather != "step"):
         return None
     specs = specs_of(params)
@@ -187,7 +187,7 @@ def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
     """
 
     def more(x: Any, sharding: NamedSharding) -> int:
-        rest = tuple(a for a in sharding.mesh.axis_names if a not in BATCH_AXES)
+        rest = tuple(a for a in sharding.mesh.axis_names if a not in GATHERED_AXES)
         gathered = NamedSharding(sharding.mesh, within(sharding.spec, rest))
         whole, split = (math.prod(s.shard_shape(x.shape)) for s in (gathered, sharding))
         return whole * jnp.dtype(dtype).itemsize + 4 * (whole - split) if whole > split else 0

@@ -17,7 +17,6 @@ from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.generate import padded_length
 from jaxtrain.serve.engine import row_length
 from jaxtrain.sharding.rules import batch_parts
-from jaxtrain.stages import run_layers
 
 
 class Row(NamedTuple):
@@ -161,9 +160,7 @@ def _log_probs(
     model: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """The log-probability of each target [B, T], and whether it is the most probable token."""
-    x_BTD = decoder.embed(model, params, batch)
-    x_BTD = run_layers(decoder.stages(model), params, x_BTD, batch, None)
-    return decoder.token_scores(model, params, x_BTD, batch)
+    return decoder.token_scores(model, params, decoder.run(model, params, batch), batch)
 
 
 def windows(tokens: Sequence[int], *, longest: int, stride: int) -> Iterator[Row]:

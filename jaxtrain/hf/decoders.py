@@ -1,4 +1,4 @@
-"""The families of decoders: GPT-2, Llama, Mistral, Qwen and Gemma."""
+"""The families of decoders: GPT-2, Llama, Mistral, Qwen, Gemma, and mixtures of experts."""
 
 import dataclasses
 import re
@@ -97,6 +97,33 @@ GEMMA_ROWS = (
     Row("blocks/norm_mlp_out/scale", "model.layers.{l}.post_feedforward_layernorm.weight"),
 )
 
+
+def _with_experts(block: str, experts: str, **names: str) -> tuple[Row, ...]:
+    """Llama's rows with experts in the place of the MLP: the block's name, and those of kernels."""
+    rows = (row for row in LLAMA_ROWS if not row.ours.startswith("blocks/mlp/"))
+    mlps = (
+        Row(f"blocks/experts/{ours}/kernel", f"{block}.{experts}.{{e}}.{theirs}.weight", T)
+        for ours, theirs in names.items()
+    )
+    return *rows, Row("blocks/experts/router/kernel", f"{block}.gate.weight", T), *mlps
+
+
+MIXTRAL_ROWS = _with_experts(
+    "model.layers.{l}.block_sparse_moe", "experts", gate="w1", up="w3", down="w2"
+)
+MOE_ROWS = _with_experts(
+    "model.layers.{l}.mlp", "experts", gate="gate_proj", up="up_proj", down="down_proj"
+)
+
+
+def _read_qwen_moe(theirs: dict[str, Any]) -> dict[str, Any]:
+    """As of Qwen; the number of experts has two names, and a dense layer's width has no use."""
+    theirs.pop("intermediate_size", None)
+    if (number := theirs.pop("num_local_experts", None)) is not None:
+        theirs.setdefault("num_experts", number)
+    return _read_qwen(theirs)
+
+
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
@@ -181,6 +208,50 @@ QWEN3 = dataclasses.replace(
     fixed={"attention_bias": False, "is_encoder_decoder": False},
 )
 
+MIXTRAL = dataclasses.replace(
+    MISTRAL,
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    rows=MIXTRAL_ROWS,
+    fields=MISTRAL.fields
+    | {
+        "num_local_experts": Field("experts", 8),
+        "num_experts_per_tok": Field("experts_per_token", 2),
+        "rms_norm_eps": Field("norm_eps", 1e-5),
+    },
+    ours=LLAMA.ours | {"routing": "softmax_normalised"},
+    read=lambda theirs: positions.read_rope(theirs, 1e6),
+)
+
+_ROUTED = {
+    "num_experts_per_tok": Field("experts_per_token", 8),
+    "norm_topk_prob": Field("routing", False, {False: "softmax", True: "softmax_normalised"}),
+}
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    rows=MOE_ROWS,
+    fields={name: f for name, f in QWEN3.fields.items() if name != "intermediate_size"}
+    | {"moe_intermediate_size": Field("mlp_width", 768), "num_experts": Field("experts", 128)}
+    | _ROUTED,
+    fixed=QWEN3.fixed | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+    read=_read_qwen_moe,
+)
+
+OLMOE = dataclasses.replace(
+    LLAMA,
+    name="olmoe",
+    architecture="OlmoeForCausalLM",
+    rows=MOE_ROWS,
+    fields={name: f for name, f in LLAMA.fields.items() if name != "head_dim"}
+    | {"num_experts": Field("experts", 64), "rms_norm_eps": Field("norm_eps", 1e-5)}
+    | _ROUTED,
+    ours=LLAMA.ours | {"qk_norm": "whole"},
+    fixed={"attention_bias": False, "clip_qkv": None, "is_encoder_decoder": False},
+    write=lambda config: _check_width("olmoe", config) | positions.write_rope(config),
+)
+
 _GEMMA_SHAPE = {name: f for name, f in LLAMA.fields.items() if name != "hidden_act"}
 
 GEMMA2 = dataclasses.replace(
@@ -253,4 +324,5 @@ def _with_scores(family: Family) -> Family:
     return dataclasses.replace(family, read=read, write=write, **own)
 
 
-DECODERS = tuple(map(_with_scores, (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)))
+DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
+DECODERS = tuple(map(_with_scores, (*DENSE, MIXTRAL, OLMOE, QWEN3_MOE)))

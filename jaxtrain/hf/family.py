@@ -28,12 +28,20 @@ INERT = {
     *("initializer_factor", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference"),
     *("label2id", "mask_token_id", "max_sequence_length", "max_window_layers", "model_type"),
     *("n_ctx", "n_positions", "n_special", "output_attentions", "output_hidden_states"),
-    *("output_past", "pad_token_id", "pooler_act", "pooler_fc_size", "pooler_num_attention_heads"),
+    *(
+        "output_past",
+        "output_router_logits",
+        "pad_token_id",
+        "pooler_act",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+    ),
     *("pooler_num_fc_layers", "pooler_output_size", "pooler_size_per_head", "pooler_type"),
     *("predict_special_tokens", "pretraining_tp", "problem_type", "reference_compile"),
     *("reorder_and_upcast_attn", "repad_logits_with_grad", "return_dict", "sep_token_id"),
     *("sparse_pred_ignore_index", "sparse_prediction", "summary_activation"),
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    *("router_aux_loss_coef", "router_jitter_noise"),  # of their training
     *("task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
 }
 # Fields that change nothing at this value alone.
@@ -46,7 +54,7 @@ OFF = {
 }
 # Our fields that no other model tells: of training and of speed.
 OURS = {"attention", "attention_dropout", "dropout", "remat", "scan_unroll", "loss_chunk", "z_loss"}
-OURS |= {"source_len", "target_len"}
+OURS |= {"balance", "router_z", "source_len", "target_len"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,6 @@ from jaxtrain.models import decoder, encoder, encoder_decoder, vit
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
-from jaxtrain.stages import run_layers
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
 PROGRAM = "model.stablehlo"
@@ -66,8 +65,7 @@ def _forward(config: ModelConfig) -> tuple[Callable[[Any, Any], jax.Array], dict
     if isinstance(config, DecoderConfig):
 
         def decode(params, batch):
-            x_BTD = decoder.embed(config, params, batch)
-            x_BTD = run_layers(decoder.stages(config), params, x_BTD, batch, None)
+            x_BTD = decoder.run(config, params, batch)
             if config.head == "score":
                 return decoder.scores(config, params, x_BTD, batch)
             return decoder.head_logits(config, params, x_BTD)

@@ -47,7 +47,8 @@ class Row:
     """One row of a table.
 
     Args:
-      theirs: the name of their tensor; with ``{l}`` there is one for each layer.
+      theirs: the name of their tensor; with ``{l}`` there is one for each layer, with ``{e}`` of
+        each expert there.
       axes: their axes in the order of ours; None means as they are.
       part: (i, n): ours is part i of n equal ones along our last axis.
       vocab: our axis over the vocabulary, which ours pads with zeros.
@@ -71,9 +72,22 @@ class Row:
         """Whether there is a tensor for each layer."""
         return "{l}" in self.theirs
 
-    def names(self, layers: int) -> list[str]:
-        """Their names: one for each layer that has it, or one."""
-        return [self.theirs.format(l=l) for l in range(self.first, layers if self.stacked else 1)]
+    @property
+    def lead(self) -> int:
+        """How many of our leading axes number their tensors."""
+        return self.stacked + ("{e}" in self.theirs)
+
+    def places(self, *sizes: int) -> list[tuple[int, ...]]:
+        """Where in our leading axes, of such sizes, each of their tensors stands."""
+        return [
+            at for at in np.ndindex(*sizes[: self.lead]) if at[:1] >= (self.first,)[: self.lead]
+        ]
+
+    def names(self, *sizes: int) -> list[str]:
+        """Their names: one for each layer that has it and each expert, or one."""
+        return [
+            self.theirs.format(**dict(zip("le", at, strict=False))) for at in self.places(*sizes)
+        ]
 
     def their_shape(self, shape: Sequence[int], vocab_size: int | None = None) -> tuple[int, ...]:
         """The shape of a tensor, given that of one layer of ours."""
@@ -133,10 +147,10 @@ class Weight:
     this process's devices.
 
     Args:
-      tensors: theirs, one for each layer.
-      places: the number of the layer, from 1, at every place of our leading axes, and 0 where those
-        are padding; an array without axes where the parameter is not stacked.
-      inner: the shape of one layer.
+      tensors: theirs, one for each layer, or expert of a layer.
+      places: the number of the tensor, from 1, at every place of our leading axes, and 0 where
+        those are padding; an array without axes where the parameter is not stacked.
+      inner: the shape of one of them.
     """
 
     row: Row

@@ -6,6 +6,7 @@ Reading opens files and copies nothing: parameters are :class:`~jaxtrain.hf.tabl
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -145,9 +146,14 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
 
     def weight(path: str, shape: jax.ShapeDtypeStruct) -> Weight | None:
         row = rows[path]
-        inner = shape.shape[1:] if row.stacked else shape.shape
+        lead, inner = shape.shape[: row.lead], shape.shape[row.lead :]
         wanted = row.their_shape(inner, config.vocab_size)
-        names = row.names(shape.shape[0])
+        if math.prod(lead) > len(tensors):
+            raise ValueError(
+                f"'{folder}' has {len(tensors)} tensors, and config.json says {math.prod(lead)} "
+                f"experts in all, of which {path!r} is made"
+            )
+        names = row.names(*lead)
         of_head = new_head and path.startswith("head/")
         lacks = (name not in tensors or tensors[name].shape != wanted for name in names)
         is_others = path not in own_rows and row.theirs in others
@@ -163,9 +169,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
                     f"{list(wanted)} for it"
                 )
         used.update(names)
-        places = np.array(1)
-        if row.stacked:
-            places = np.arange(1, counts[path.split("/")[0]] + 1)
+        places = np.arange(1, math.prod(lead) + 1).reshape(lead)
         places = np.maximum(places - row.first, 0)
         return Weight(row, [tensors[name] for name in names], places, tuple(inner))
 
@@ -283,10 +287,10 @@ def save(
             "compressed-tensors does not quantize; use nf4"
         )
     for name, of, _ in _tensors(rows, shapes):
-        shape = shapes[of[0].ours].shape[of[0].stacked :]
+        shape = shapes[of[0].ours].shape[of[0].lead :]
         shape, path = of[0].their_shape(shape, config.vocab_size), of[0].ours
         if path in coded and path not in like:
-            like[path] = code(of, 0, np.zeros(shape, np.float32))
+            like[path] = code(of, (0,), np.zeros(shape, np.float32))
         for end, part in like.get(path, {"": None}).items():
             of_part = (shape, dtypes[path]) if part is None else (part.shape, part.dtype)
             kinds[_part_name(chosen.stored(config, name), end)] = of_part
@@ -295,8 +299,8 @@ def save(
 
     def all_tensors() -> Iterator[tuple[str, np.ndarray]]:
         found = written(rows, leaves, config, whole)
-        for (name, of, l), (_, value) in zip(_tensors(rows, shapes), found, strict=True):
-            parts = code(of, l, value) if of[0].ours in coded else {"": value}
+        for (name, of, at), (_, value) in zip(_tensors(rows, shapes), found, strict=True):
+            parts = code(of, at, value) if of[0].ours in coded else {"": value}
             for end, part in parts.items():
                 yield _part_name(chosen.stored(config, name), end), part
 
@@ -326,7 +330,7 @@ def _part_name(name: str, end: str) -> str:
 def _coded(
     leaves: Mapping[str, Any],
     of: Sequence[Row],
-    l: int,
+    at: tuple[int, ...],
     value: np.ndarray,
     *,
     kind: Kind,
@@ -337,7 +341,7 @@ def _coded(
     kernel_DF = np.ascontiguousarray(value if of[0].axes is None else value.T)
     own, scale = [leaves[row.ours] for row in of], None
     if kind != "nf4" and all(isinstance(x, Packed) and x.kind == kind for x in own):
-        scale = np.concatenate([np.asarray(x.scale[l]).view(np.float32) for x in own], axis=-1)
+        scale = np.concatenate([np.asarray(x.scale[at]).view(np.float32) for x in own], axis=-1)
         group = len(kernel_DF) // len(scale)
     try:
         return dict(encoded(pack(kernel_DF, kind, group, scale=scale), dtype))
@@ -381,10 +385,10 @@ def check(folder: str | Path) -> Iterator[Checked]:
         back = dict(written({row.ours: row for row in group}, ours, config, dtypes))
         equal = all(_same_bits(tensors[name][...], value) for name, value in back.items())
         for row in group:
-            again = [back[name] for name in row.names(len(ours[row.ours]))]
+            again = [back[name] for name in row.names(*ours[row.ours].shape)]
             weight = dataclasses.replace(weights[row.ours], tensors=again)
             equal &= _same_bits(np.asarray(weight), ours[row.ours])
-        names = tuple(group[0].names(len(ours[group[0].ours])))
+        names = tuple(group[0].names(*ours[group[0].ours].shape))
         shapes, theirs = tuple(x.shape for x in ours.values()), tensors[names[0]]
         yield Checked(tuple(ours), names, shapes, theirs.shape, theirs.dtype, group[0].axes, equal)
 
@@ -394,8 +398,8 @@ def not_read(folder: str | Path) -> list[str]:
     a tied model, and heads that the model of its config.json lacks."""
     family, config = read_model(folder)
     rows, shapes = family.rows_of(config)
-    layers = {path: leaf.shape[0] for path, leaf in named_leaves(shapes).items()}
-    names = {name for path, row in rows.items() for name in row.names(layers[path])}
+    sizes = {path: leaf.shape for path, leaf in named_leaves(shapes).items()}
+    names = {name for path, row in rows.items() for name in row.names(*sizes[path])}
     tensors = _named_as(family, config, Path(folder))
     return sorted(tensors.keys() - names)
 
@@ -408,10 +412,10 @@ def written(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields their tensors of our parameters, by name; one group of parameters is on the host."""
     held: tuple[Any, dict[str, np.ndarray]] = (None, {})
-    for name, group, l in _tensors(rows, leaves):
+    for name, group, at in _tensors(rows, leaves):
         if held[0] is not group:
             held = group, {row.ours: np.asarray(merge(leaves[row.ours])) for row in group}
-        layers = [held[1][row.ours][l] if row.stacked else held[1][row.ours] for row in group]
+        layers = [held[1][row.ours][at] for row in group]
         layers = [cast(x, dtypes[r.ours], r.ours) for x, r in zip(layers, group, strict=True)]
         yield name, assemble(group, layers, config.vocab_size)
 
@@ -429,12 +433,13 @@ def cast(x: np.ndarray, dtype: np.dtype, path: str) -> np.ndarray:
 
 def _tensors(
     rows: Mapping[str, Row], leaves: Mapping[str, Any]
-) -> Iterator[tuple[str, Sequence[Row], int]]:
-    """Their tensors in the order of files: name, the rows that are its parts, and the layer."""
+) -> Iterator[tuple[str, Sequence[Row], tuple[int, ...]]]:
+    """Their tensors in the order of files: name, the rows that are its parts, and the place in our
+    leading axes."""
     for group in by_tensor(rows).values():
-        names = group[0].names(leaves[group[0].ours].shape[0])
-        for l, name in enumerate(names, start=group[0].first):
-            yield name, group, l
+        sizes = leaves[group[0].ours].shape
+        for name, at in zip(group[0].names(*sizes), group[0].places(*sizes), strict=True):
+            yield name, group, at
 
 
 def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:

@@ -8,6 +8,7 @@ from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import IMPLEMENTATIONS
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling, scaling_of
+from jaxtrain.ops.routing import ROUTINGS
 
 INIT_STD = 0.02
 Activation = Literal[tuple(ACTIVATIONS)]
@@ -30,7 +31,8 @@ class LayerFields:
       mlp: GELU in the tanh approximation, GELU itself, ReLU, SwiGLU, or GeGLU (by tanh, or exact).
       bias: biases in dense layers and LayerNorm.
       qkv_bias: biases of queries, keys and values; None means as ``bias``.
-      qk_norm: queries and keys are normed, head by head, before they are rotated.
+      qk_norm: queries and keys are normed before they are rotated, head by head, or with ``whole``
+        all heads together, as OLMoE's are.
       window: a position sees itself and at most ``window - 1`` before it, and as many after it
         where attention is not causal; None means all.
       window_pattern: which layers have the window, by number; the pattern repeats. Gemma 3 has
@@ -60,7 +62,7 @@ class LayerFields:
     mlp: Activation = "gelu"  # type: ignore[valid-type]
     bias: bool = True
     qkv_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: Literal[False, True, "whole"] = False
     window: int | None = None
     window_pattern: tuple[bool, ...] = (True,)
     rope_scaling: Llama3Scaling | LinearScaling | None = None
@@ -107,7 +109,58 @@ class LayerFields:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig(LayerFields):
+class ExpertFields:
+    """Fields that a decoder's config shares with the config of its layers: a mixture of experts in
+    the place of their MLP.
+
+    Args:
+      experts: E MLPs of ``mlp_width`` in each layer; None means one, without a router.
+      experts_per_token: J of them that a token goes through.
+      shared_experts: more MLPs, as one of so many times the width, that every token goes through.
+      routing: how the router's logits weigh the chosen experts; see
+        :data:`jaxtrain.ops.routing.ROUTINGS`.
+      balance: coefficient of the loss that is least where experts are chosen equally often in a
+        row, 1 in each layer then; the sum over layers is added to a token's loss.
+      router_z: the same of the squared log of the router's normaliser.
+    """
+
+    experts: int | None = None
+    experts_per_token: int = 2
+    shared_experts: int | None = None
+    routing: Literal[ROUTINGS] = "softmax_normalised"  # type: ignore[valid-type]
+    balance: float = 0.01
+    router_z: float = 0.001
+
+    @property
+    def expert_fields(self) -> dict[str, Any]:
+        """These fields by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(ExpertFields)}
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            if self.shared_experts is not None:
+                raise ValueError(
+                    f"shared_experts={self.shared_experts} stand beside experts that are chosen, "
+                    "and experts=None: set both"
+                )
+            return
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than experts={self.experts}; "
+                "use at most that"
+            )
+        if self.bias:
+            raise ValueError(
+                "bias=True gives dense layers biases, which experts do not have: use bias=False "
+                "(and qkv_bias=True, for those of attention)"
+            )
+        for name in ("balance", "router_z"):
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig(ExpertFields, LayerFields):
     """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
 
     Decoders, encoders and vision transformers are made of the same blocks. The defaults are
@@ -141,6 +194,7 @@ class BlockConfig(LayerFields):
             )
         fill(self, head_dim=self.width // self.heads, qkv_bias=self.bias)
         fill(self, query_pre_attn_scalar=self.head_dim)
+        self._check_experts()
         if self.rope_theta is not None and self.head_dim % 2:
             raise ValueError(
                 f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "

@@ -16,6 +16,7 @@ heads, K features per head, V rows of the token table.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -23,7 +24,14 @@ import jax
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers
-from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields, check_positive, keys_seen
+from jaxtrain.models.config import (
+    INIT_STD,
+    BlockConfig,
+    ExpertFields,
+    TokenFields,
+    check_positive,
+    keys_seen,
+)
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop, soft_cap
@@ -34,6 +42,11 @@ from jaxtrain.stages import Stages, loss_from_stages, run_layers
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
+
+# Metrics that are parts of the loss beside the cross-entropy.
+ADDED = ("z_loss", "balance_loss", "router_z_loss")
+# Paths of the kernels of experts.
+EXPERTS = r"^blocks/experts/(up|gate|down)/"
 
 # Parameter path to logical axes; the first match decides. Not every configuration has all of them.
 RULES = OptionalRules(
@@ -48,6 +61,9 @@ RULES = OptionalRules(
         (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
         (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
         (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
+        (r"^blocks/experts/router/kernel$", ("layers", "embed", None)),
+        (r"^blocks/experts/(up|gate)/kernel$", ("layers", "experts", "embed", "mlp")),
+        (r"^blocks/experts/down/kernel$", ("layers", "experts", "mlp", "embed")),
         (r"^blocks/attn/norm_(q|k)/(scale|bias)$", ("layers", None)),
         (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
         (r"^blocks/norm_(attn|mlp)(_out)?/(scale|bias)$", ("layers", None)),
@@ -59,7 +75,7 @@ RULES = OptionalRules(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(TokenFields):
+class DecoderConfig(ExpertFields, TokenFields):
     """A decoder.
 
     Args:
@@ -73,7 +89,7 @@ class DecoderConfig(TokenFields):
       logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
-    :class:`ModelFields` and, of each layer, :class:`LayerFields`.
+    :class:`ModelFields` and, of each layer, :class:`LayerFields` and :class:`ExpertFields`.
 
     >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.head_dim, config.mlp_width, config.padded_vocab
@@ -102,6 +118,7 @@ class DecoderConfig(TokenFields):
             rope_theta=self.rope_theta if self.positions == "rope" else None,
             # 2 L branches are added to the residual stream, whose variance is not to grow with L.
             residual_std=INIT_STD / (2 * self.layers) ** 0.5,
+            **self.expert_fields,
         )
 
 
@@ -120,6 +137,11 @@ def tiny() -> DecoderConfig:
     )
 
 
+def tiny_moe() -> DecoderConfig:
+    """``tiny`` with 8 experts in each layer, of which a token goes through 2 of half the width."""
+    return dataclasses.replace(tiny(), experts=8, mlp_width=384)
+
+
 # Rows of the length that most of their training has had.
 _LLAMA1B = {"kv_heads": 4, "seq_len": 2048}
 _LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
@@ -127,6 +149,16 @@ _MISTRAL = {"kv_heads": 8, "seq_len": 8192, "window": 4096}
 _QWEN = {"seq_len": 4096, "rope_theta": 1e6, "norm_eps": 1e-6}
 _QWEN25 = _QWEN | {"kv_heads": 4, "vocab_size": 152064, "qkv_bias": True}
 _QWEN3 = _QWEN | {"kv_heads": 8, "vocab_size": 151936, "qk_norm": True}
+_MIXTRAL = {"kv_heads": 8, "seq_len": 8192, "rope_theta": 1e6}
+_QWEN3_MOE = _QWEN3 | {"kv_heads": 4, "head_dim": 128, "experts_per_token": 8}
+_OLMOE = {
+    "seq_len": 4096,
+    "vocab_size": 50304,
+    "qk_norm": "whole",
+    "experts": 64,
+    "experts_per_token": 8,
+    "routing": "softmax",
+}
 _GEMMA2 = {
     "vocab_size": 256000,
     "seq_len": 8192,
@@ -183,6 +215,7 @@ def _gemma(family: Mapping[str, Any], *, heads: int, **shape: int) -> DecoderCon
 # Names on the command line, each a model's shape, with its number of parameters.
 PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "tiny": tiny,
+    "tiny-moe": tiny_moe,
     # GPT-2 small (Radford et al. 2019): 124,439,808.
     "gpt2-124m": lambda: DecoderConfig(
         vocab_size=50257, seq_len=1024, layers=12, width=768, heads=12
@@ -199,6 +232,15 @@ PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     # Qwen2.5 (Qwen team 2024): 7,615,616,512. Qwen3 (Qwen team 2025): 8,190,735,360.
     "qwen2.5-7b": lambda: _llama(layers=28, width=3584, heads=28, mlp_width=18944, **_QWEN25),
     "qwen3-8b": lambda: _llama(layers=36, width=4096, heads=32, mlp_width=12288, **_QWEN3),
+    # Mixtral (Jiang et al. 2024), OLMoE (Muennighoff et al. 2024) and Qwen3: 46,702,792,704,
+    # 6,919,161,856 and 30,532,122,624, of which a token goes through 12.9, 1.3 and 3.3 billion.
+    "mixtral-8x7b": lambda: _llama(
+        layers=32, width=4096, heads=32, mlp_width=14336, experts=8, **_MIXTRAL
+    ),
+    "olmoe-1b-7b": lambda: _llama(layers=16, width=2048, heads=16, mlp_width=1024, **_OLMOE),
+    "qwen3-30b-a3b": lambda: _llama(
+        layers=48, width=2048, heads=32, mlp_width=768, experts=128, **_QWEN3_MOE
+    ),
     # Gemma 2 (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888, 9,241,705,984 and
     # 27,227,128,320.
     "gemma2-2b": lambda: _gemma(_GEMMA2, layers=26, width=2304, heads=8, mlp_width=9216),
@@ -264,15 +306,26 @@ def logits(
     batch."""
     batch = {"tokens": tokens_BT, "segments": segments, "positions": positions}
     batch = {name: value for name, value in batch.items() if value is not None}
-    x_BTD = run_layers(stages(config), params, embed(config, params, batch), batch, None)
-    return head_logits(config, params, x_BTD)
+    return head_logits(config, params, run(config, params, batch))
 
 
 def hidden(config: DecoderConfig, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """Returns the hidden states [B, T, D] that the output projection multiplies."""
-    batch = {"tokens": tokens_BT}
-    x_BTD = run_layers(stages(config), params, embed(config, params, batch), batch, None)
-    return _final_norm(config, params, x_BTD)
+    return _final_norm(config, params, run(config, params, {"tokens": tokens_BT}))
+
+
+def run(config: DecoderConfig, params: Params, batch: Batch) -> Any:
+    """Returns the residual stream behind the last layer, which the last stages take; nothing is
+    dropped."""
+    parts = stages(config)
+    return run_layers(parts, params, parts.embed(params, batch, None), batch, None)
+
+
+def routes(config: DecoderConfig, params: Params, batch: Batch) -> jax.Array:
+    """Returns the experts that are chosen for a batch, int32 [B, L, T, J]: as ``routes`` of a batch
+    they are those of the same tokens under other weights."""
+    x = layers.opened(config, embed(config, params, batch), record=True)
+    return run_layers(stages(config), params, x, batch, None)["routes"].astype("int32")
 
 
 def embed(
@@ -292,16 +345,16 @@ def embed(
     return pin_residual(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
 
 
-def head_loss(
-    config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
-) -> WeightedLoss:
+def head_loss(config: DecoderConfig, params: Params, x: Any, batch: Batch) -> WeightedLoss:
     """Last stage: final norm, output projection and masked cross-entropy.
 
-    With ``config.z_loss`` its part of the loss is a metric of its own. ``params`` is the whole
-    model's, or any dict with ``final_norm`` and ``head`` (tied: ``embed``).
+    With ``config.z_loss`` its part of the loss is a metric of its own, and so are those of the
+    routers of experts. ``params`` is the whole model's, or any dict with ``final_norm`` and
+    ``head`` (tied: ``embed``); ``x`` the residual stream, [B, T, D] or :func:`layers.opened`.
     """
-    x_BTD, kernel_DV = _final_norm(config, params, x_BTD), layers.head_kernel(config, params)
-    return layers.token_loss(config, x_BTD, kernel_DV, batch, softcap=config.logit_softcap)
+    x_BTD, kernel_DV = _final_norm(config, params, x), layers.head_kernel(config, params)
+    loss = layers.token_loss(config, x_BTD, kernel_DV, batch, softcap=config.logit_softcap)
+    return layers.add_routers(config, loss, x, batch)
 
 
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
@@ -356,8 +409,8 @@ def distillation_loss(
             "teacher of the same tokens".format(*theirs, *ours)
         )
 
-    def loss(params, x_BTD, teacher_params, teacher_x_BTE, batch):
-        x_BTD = _final_norm(config, params, x_BTD)
+    def loss(params, x, teacher_params, teacher_x_BTE, batch):
+        x_BTD = _final_norm(config, params, x)
         teacher_x_BTE = _final_norm(teacher, teacher_params, teacher_x_BTE)
         nll, correct, kl = losses.divergence(
             x_BTD,
@@ -372,6 +425,7 @@ def distillation_loss(
             chunk=config.loss_chunk,
         )
         found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
+        found = layers.add_routers(config, found, x, batch)
         if not hidden:
             return found
         how = {"segments_BT": batch.get("segments"), "chunk": config.loss_chunk}
@@ -390,11 +444,11 @@ def stored_distillation_loss(
     ``teacher_log_probs`` (:func:`jaxtrain.ops.losses.stored_divergence`); others have the loss of
     their text alone."""
 
-    def loss(params, x_BTD, batch):
+    def loss(params, x, batch):
         if "teacher_ids" not in batch:
-            return head_loss(config, params, x_BTD, batch)
+            return head_loss(config, params, x, batch)
         nll, correct, kl = losses.stored_divergence(
-            _final_norm(config, params, x_BTD),
+            _final_norm(config, params, x),
             layers.head_kernel(config, params),
             batch["teacher_ids"],
             batch["teacher_log_probs"],
@@ -405,7 +459,8 @@ def stored_distillation_loss(
             softcap=config.logit_softcap,
             chunk=config.loss_chunk,
         )
-        return _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
+        found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
+        return layers.add_routers(config, found, x, batch)
 
     return loss
 
@@ -436,9 +491,9 @@ def flops_per_token(config: DecoderConfig) -> int:
     The model FLOPs of PaLM, appendix B (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311),
     to be divided by a device's peak for its utilisation. N counts the parameters that a token is
     multiplied by: a table that is only looked up (learned positions, untied token embedding) is
-    not in it. The attention term is that of full rows of ``seq_len`` tokens, not halved for
-    causality, where T is the window if that is shorter, in the layers that have it; recomputation
-    is not counted.
+    not in it, and of experts those that a token goes through. The attention term is that of full
+    rows of ``seq_len`` tokens, not halved for causality, where T is the window if that is shorter,
+    in the layers that have it; recomputation is not counted.
 
     >>> flops_per_token(PRESETS["gpt2-124m"]())
     855166464
@@ -446,9 +501,14 @@ def flops_per_token(config: DecoderConfig) -> int:
     lookups = config.seq_len * config.width if config.positions == "learned" else 0
     tied = config.tied and config.head == "tokens"
     lookups += 0 if tied else config.vocab_size * config.width
+    idle = config.experts - config.experts_per_token if config.experts else 0
+    sizes = layers.parameter_sizes(init, config).items() if idle else ()
+    mlps = sum(n for name, n in sizes if re.search(EXPERTS, name))
+    lookups += idle * mlps // (config.experts or 1)
     attend = 12 * config.heads * config.block.head_dim * keys_seen(config, config.seq_len)
     return 6 * (parameter_count(config) - lookups) + attend
 
 
-def _final_norm(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
-    return pin_residual(layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD))
+def _final_norm(config: DecoderConfig, params: Params, x: Any) -> jax.Array:
+    norm = layers.apply(layers.Norm, config.block, params["final_norm"])
+    return pin_residual(norm(layers.hidden_states(x)))

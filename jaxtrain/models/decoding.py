@@ -220,7 +220,7 @@ class CausalDecoder:
     def _layer(self, layer_params, l, x_BCD, positions_BC, attend):
         block = layers.apply(layers.Block, self.config.block, gather(layer_params, "blocks"))
         angles = layers.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
-        return block(x_BCD, angles, attend)
+        return block(x_BCD, angles, attend)[:2]
 
     def _logits(self, params, x_BCD, count_B):
         return decoder.head_logits(self.config, params, _last(x_BCD, count_B))[:, 0]

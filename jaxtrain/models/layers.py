@@ -8,9 +8,11 @@ Modules compute in the dtype of their parameters; norms, softmax and rotary angl
 Wherever a kernel or a table stands, any :class:`jaxtrain.ops.linear.Kernel` may stand.
 
 Shapes: B batch, T positions, N = B * T tokens, D width, F hidden width, H query heads, G key and
-value heads, K features per head, V rows of the token table.
+value heads, K features per head, V rows of the token table, L layers, E experts, J experts of a
+token.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,11 +22,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.loss import WeightedLoss
+from jaxtrain.loss import Hottest, WeightedLoss
 from jaxtrain.models.config import INIT_STD, BlockConfig, TokenFields
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import attention, branch_shares
 from jaxtrain.ops.cached import Tiles, chunk_attention
+from jaxtrain.ops.grouped import expert_mlp
 from jaxtrain.ops.linear import matmul, matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
@@ -33,6 +36,7 @@ from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.remat import PRODUCT, keeping, rematerialised
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
+from jaxtrain.ops.routing import Routes, route
 from jaxtrain.sharding.placement import (
     constrain,
     gather_sequence,
@@ -127,13 +131,17 @@ def stages(config: Any, *, embed: Callable, head_loss: Callable, **parts: Any) -
       parts: other fields; left out, one stack of layers in which rows attend to themselves.
     """
 
-    def layer(layer_params, shared, x_BTD, batch, rng, index):
+    def layer(layer_params, shared, x, batch, rng, index):
         packing = {f"{name}_BT": batch.get(name) for name in ("segments", "positions")}
-        return block(config.block, layer_params, x_BTD, **packing, rng=rng, index=index)
+        packing["routes_BLTJ"] = batch.get("routes")
+        return block(config.block, layer_params, x, **packing, rng=rng, index=index)
+
+    def enter(params, batch, rng):
+        return opened(config, embed(config, params, batch, rng))
 
     return Stages(
         **{"block": layer, "shared": ()} | parts,
-        embed=functools.partial(embed, config),
+        embed=enter,
         head_loss=functools.partial(head_loss, config),
         row_wise=True,
         scan_unroll=config.scan_unroll,
@@ -144,22 +152,24 @@ def stages(config: Any, *, embed: Callable, head_loss: Callable, **parts: Any) -
 def block(
     config: BlockConfig,
     params: Mapping[str, Any],
-    x_BTD: jax.Array,
+    x: Any,
     *,
     segments_BT: jax.Array | None = None,
     positions_BT: jax.Array | None = None,
+    routes_BLTJ: jax.Array | None = None,
     rng: jax.Array | None = None,
     index: int | jax.Array = 0,
-) -> jax.Array:
+) -> Any:
     """One layer in which rows attend to themselves, [B, T, D] to [B, T, D].
 
     Args:
       config: the layer.
       params: its parameters, as :func:`pure` makes them for :class:`Block`.
-      x_BTD: the residual stream.
+      x: the residual stream, as :func:`opened` returns it.
       segments_BT: int32 document numbers, as for :func:`jaxtrain.ops.attention.attention`: without
-        causality too, they keep padding, number 0, out of what is seen.
+        causality too, they keep padding, number 0, out of what is seen. No expert sees padding.
       positions_BT: int32, of rotary positions; None means 0 .. T - 1.
+      routes_BLTJ: int32, experts that were chosen before, in place of the router's choice.
       rng: key of the layer; None means no dropout.
       index: number of the layer in the model, which says whether it has the window.
     """
@@ -171,9 +181,76 @@ def block(
             config, index, q_BTHK, k_BTGK, v_BTGK, **packing, rng=fold(rng, 2)
         ), None
 
+    x_BTD = hidden_states(x)
     warn_if_whole(x_BTD.shape[1])
     angles = row_angles(config, index, positions_BT, x_BTD.shape[1])
-    return apply(Block, config, params)(x_BTD, angles, attend, rng=rng, index=index)[0]
+    choose = functools.partial(
+        route,
+        live_BT=None if segments_BT is None else segments_BT > 0,
+        routes_BTJ=None if routes_BLTJ is None else routes_BLTJ[:, index],
+    )
+    layer = apply(Block, config, params)
+    x_BTD, _, routes = layer(x_BTD, angles, attend, rng=rng, index=index, choose=choose)
+    return x_BTD if routes is None else _with_routes(x, x_BTD, routes, index)
+
+
+def opened(config: Any, x_BTD: jax.Array, *, record: bool = False) -> Any:
+    """The residual stream that the first layer reads: of a model with experts the hidden states,
+    and room for what its routers give each row; with ``record`` for their choices too."""
+    if (experts := config.block.experts) is None:
+        return x_BTD
+    B, T, _ = x_BTD.shape
+    row_B = jnp.zeros(B, wide(x_BTD.dtype))
+    load_BLE = jnp.zeros((B, config.layers, experts), row_B.dtype)
+    x = {"hidden": x_BTD, "balance": row_B, "router_z": row_B, "load": load_BLE}
+    shape = B, config.layers, T, config.block.experts_per_token
+    return x | ({"routes": jnp.zeros(shape, row_B.dtype)} if record else {})
+
+
+def hidden_states(x: Any) -> jax.Array:
+    """The hidden states [B, T, D] of a residual stream."""
+    return x["hidden"] if isinstance(x, Mapping) else x
+
+
+def _with_routes(x: Any, x_BTD: jax.Array, routes: Routes, index: int | jax.Array) -> Any:
+    """The stream behind a layer: losses are summed over layers, loads and choices are by layer."""
+    x = x | {
+        "hidden": x_BTD,
+        "balance": x["balance"] + routes.balance_B,
+        "router_z": x["router_z"] + routes.router_z_B,
+        "load": x["load"].at[:, index].set(routes.load_BE),
+    }
+    if "routes" in x:
+        x["routes"] = x["routes"].at[:, index].set(routes.experts_BTJ.astype(x["routes"].dtype))
+    return x
+
+
+def add_routers(config: Any, loss: WeightedLoss, x: Any, batch: Mapping[str, Any]) -> WeightedLoss:
+    """Adds what the routers' losses are to a loss of tokens; without experts it is as it was.
+
+    A row's count as often as its tokens. Their parts of the loss are metrics, as are the load of
+    each expert (1 where all are chosen equally often) and, of the layer in which it is largest, the
+    load of the hottest expert.
+    """
+    if not isinstance(x, Mapping):
+        return loss
+    tokens_B = batch["mask"].astype(x["balance"].dtype).sum(1)
+    parts = {
+        "balance_loss": config.balance * (x["balance"] * tokens_B).sum(),
+        "router_z_loss": config.router_z * (x["router_z"] * tokens_B).sum(),
+    }
+    load_LE = jax.lax.stop_gradient(x["load"].sum(0))
+    *_, T, _ = x["hidden"].shape
+    live = (batch["segments"] > 0).sum() if "segments" in batch else tokens_B.size * T
+    even = jnp.asarray(live, load_LE.dtype) * config.experts_per_token / config.experts
+    metrics = {
+        **jax.lax.stop_gradient(parts),
+        "expert_load": (load_LE.mean(0), even),
+        "hottest_expert": Hottest(load_LE),
+    }
+    return dataclasses.replace(
+        loss, total=loss.total + sum(parts.values()), metrics={**loss.metrics, **metrics}
+    )
 
 
 def is_local(config: BlockConfig, index: int | jax.Array) -> bool | jax.Array:
@@ -322,8 +399,9 @@ class Attention(nnx.Module):
         self.k = dense(width, shared, rngs, bias=config.qkv_bias)
         self.v = dense(width, shared, rngs, bias=config.qkv_bias)
         self.out = dense(inner, width, rngs, bias=config.bias, std=config.residual_std)
-        self.norm_q = Norm(config, config.head_dim) if config.qk_norm else None
-        self.norm_k = Norm(config, config.head_dim) if config.qk_norm else None
+        whole = config.qk_norm == "whole"
+        features = (inner, shared) if whole else (config.head_dim, config.head_dim)
+        self.norm_q, self.norm_k = (Norm(config, n) if config.qk_norm else None for n in features)
 
     @jax.named_scope("attn")
     def __call__(
@@ -343,7 +421,7 @@ class Attention(nnx.Module):
             )
         )
         if self.norm_q is not None:
-            q, k = self.norm_q(q), self.norm_k(k)
+            q, k = self.norm_q.of_heads(q), self.norm_k.of_heads(k)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
         out_BTHK, extra = attend(q, k, v)
@@ -383,6 +461,12 @@ class Norm(nnx.Module):
         bias_D = None if self.bias is None else self.bias[...]
         return layer_norm(x, scale_D, bias_D, eps=self.eps)
 
+    def of_heads(self, q_BTHK: jax.Array) -> jax.Array:
+        """Norms each head, or all together where there are as many features."""
+        whole = self.scale.shape != q_BTHK.shape[3:]
+        q = q_BTHK.reshape(*q_BTHK.shape[:2], -1) if whole else q_BTHK
+        return self(q).reshape(q_BTHK.shape)
+
 
 class MLP(nnx.Module):
     """Two dense layers around an activation, or three where it has a gate."""
@@ -401,8 +485,43 @@ class MLP(nnx.Module):
         return _sum_of_parts(self.down, hidden.reshape(*x_BTD.shape[:2], -1))
 
 
+class Experts(nnx.Module):
+    """A router and the MLPs that it chooses of, whose kernels are stacked: ``up`` and ``gate``
+    [E, D, F], ``down`` [E, F, D]."""
+
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
+        self.form, self.per_token = config.mlp, config.experts_per_token
+        self.routing = config.routing
+        width, hidden, E = config.width, config.mlp_width, config.experts
+        self.router = dense(width, E, rngs, bias=False)
+        if config.mlp in GATED:
+            self.gate = Kernels(normal(rngs, E, width, hidden))
+        self.up = Kernels(normal(rngs, E, width, hidden))
+        scale = config.residual_std / INIT_STD
+        self.down = Kernels(scale * normal(rngs, E, hidden, width))
+
+    @jax.named_scope("experts")
+    def __call__(
+        self, x_BTD: jax.Array, choose: Callable[..., Routes] = route
+    ) -> tuple[jax.Array, Routes]:
+        x_BTD = gather_sequence(x_BTD)
+        how = {"per_token": self.per_token, "routing": self.routing}
+        routes = choose(x_BTD, self.router.kernel.get_value(), **how)
+        names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
+        weights = {name: getattr(self, name).kernel.get_value() for name in names}
+        y_BTD = expert_mlp(self.form, x_BTD, weights, routes.weights_BTJ, routes.experts_BTJ)
+        return checkpoint_name(scatter_sequence(y_BTD), PRODUCT), routes
+
+
+class Kernels(nnx.Module):
+    """Kernels of several layers, stacked."""
+
+    def __init__(self, kernel: jax.Array) -> None:
+        self.kernel = nnx.Param(kernel)
+
+
 class Block(nnx.Module):
-    """One layer: attention, then MLP, each added to the residual stream."""
+    """One layer: attention, then MLP or experts, each added to the residual stream."""
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         self.dropout, self.norm_position = config.dropout, config.norm_position
@@ -410,7 +529,12 @@ class Block(nnx.Module):
         self.norm_attn = Norm(config)
         self.attn = Attention(config, rngs=rngs)
         self.norm_mlp = Norm(config)
-        self.mlp = MLP(config, rngs=rngs)
+        self.experts = None if config.experts is None else Experts(config, rngs=rngs)
+        if shared := 1 if config.experts is None else config.shared_experts:
+            wide_mlp = dataclasses.replace(config, mlp_width=shared * config.mlp_width)
+            self.mlp = MLP(wide_mlp, rngs=rngs)
+        else:
+            self.mlp = None
         sandwich = config.norm_position == "sandwich"
         self.norm_attn_out = Norm(config) if sandwich else None
         self.norm_mlp_out = Norm(config) if sandwich else None
@@ -423,15 +547,21 @@ class Block(nnx.Module):
         *,
         rng: jax.Array | None = None,
         index: int | jax.Array = 0,
-    ) -> tuple[jax.Array, Any]:
+        choose: Callable[..., Routes] = route,
+    ) -> tuple[jax.Array, Any, Routes | None]:
+        def mlp(x_BTD: jax.Array) -> tuple[jax.Array, Routes | None]:
+            if self.experts is None:
+                return self.mlp(x_BTD), None
+            y_BTD, routes = self.experts(x_BTD, choose)
+            return y_BTD if self.mlp is None else y_BTD + self.mlp(x_BTD), routes
+
         attn = functools.partial(self.attn, angles=angles, attend=attend)
         norm = self.norm_attn
         if not self.first_norm:
             norm = lambda x: jnp.where(index == 0, x, self.norm_attn(x))  # noqa: E731
         x_BTD, extra = self.add(x_BTD, norm, attn, fold(rng, 0), self.norm_attn_out)
-        mlp = lambda x: (self.mlp(x), None)  # noqa: E731
-        x_BTD, _ = self.add(x_BTD, self.norm_mlp, mlp, fold(rng, 1), self.norm_mlp_out)
-        return x_BTD, extra
+        x_BTD, routes = self.add(x_BTD, self.norm_mlp, mlp, fold(rng, 1), self.norm_mlp_out)
+        return x_BTD, extra, routes
 
     def add(
         self,

@@ -1,7 +1,7 @@
 """The one list of rematerialisation policies: the values that a block keeps for its backward pass.
 
 ==============  ==================================================================================
-name            kept per layer; the rest is computed again
+name            kept per layer, besides the experts of its tokens; the rest is computed again
 ==============  ==================================================================================
 none            everything
 dots            the results of dense layers and of attention
@@ -9,6 +9,8 @@ offload         the same, in the host's memory: copied there as they are made, a
 save_attention  the block's input and the result of attention (so that its kernel runs once)
 full            the block's input
 ==============  ==================================================================================
+
+Experts that are chosen again may be others, where two are almost equally probable.
 
 On a CPU, whose memory is the host's, offload is dots. JAX has no name for the residuals of
 cuDNN's kernel: it is recognised by its primitive, and runs again under offload.
@@ -20,6 +22,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.ops.routing import ROUTES
 from jaxtrain.ops.tiled import SAVED
 
 # Whether what is traced is inside :func:`rematerialise`; part of the key of JAX's caches.
@@ -57,13 +60,13 @@ def keeping(name: str) -> Callable[..., Callable] | None:
 def _policy(name: str) -> Callable[..., Any]:
     policies = jax.checkpoint_policies
     if name == "full":
-        return policies.nothing_saveable
+        return policies.save_only_these_names(ROUTES)
     if name == "save_attention":
-        return _attention(policies.save_only_these_names(*SAVED))
+        return _attention(policies.save_only_these_names(ROUTES, *SAVED))
     if name == "dots":
-        return _attention(policies.save_only_these_names(PRODUCT, *SAVED))
+        return _attention(policies.save_only_these_names(PRODUCT, ROUTES, *SAVED))
     return policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
+        names_which_can_be_saved=[ROUTES],
         names_which_can_be_offloaded=[PRODUCT, *SAVED],
         offload_src="device",
         offload_dst="pinned_host",

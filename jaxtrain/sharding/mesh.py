@@ -8,7 +8,7 @@ fsdp      the batch, and every parameter, gradient and moment (each copy holds a
 tensor    heads, the hidden width of the MLP, the vocabulary
 pipe      the layers
 context   the sequence
-expert    the experts of a mixture
+expert    the experts of a mixture, and the batch elsewhere
 ========  =====================================================================================
 
 Where devices lie on several slices or hosts, with a slow network (DCN) between them, ``dcn_pipe``,
@@ -27,7 +27,9 @@ from jax.sharding import AxisType, Mesh
 
 # Outermost first: neighbours on the last axes talk most, so those get the closest devices.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("data", "fsdp", "expert")
+# Of these, the axes along which weights are made whole: experts are used where they lie.
+GATHERED_AXES = ("data", "fsdp")
 # Axes that may span the slow network: they move little, or can be overlapped.
 SLOW_AXES = ("pipe", "data", "fsdp")
 

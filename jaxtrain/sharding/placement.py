@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.decisions import Kind
-from jaxtrain.sharding.mesh import BATCH_AXES, describe_mesh, slow_parts
+from jaxtrain.sharding.mesh import BATCH_AXES, GATHERED_AXES, describe_mesh, slow_parts
 from jaxtrain.sharding.rules import Rule, Rules, as_rules
 from jaxtrain.sharding.specs import entries_of, names_of, tidy, within
 from jaxtrain.tree import PyTree, map_named, named_leaves
@@ -341,7 +341,7 @@ def model_gathers() -> Iterator[None]:
 def _without_batch_axes(spec: P, rank: int, free: Sequence[str]) -> P:
     """A spec with an entry per dimension, of free axes that split no batch."""
     entries = map(names_of, entries_of(spec, rank))
-    kept = [tuple(a for a in axes if a in free and a not in BATCH_AXES) for axes in entries]
+    kept = [tuple(a for a in axes if a in free and a not in GATHERED_AXES) for axes in entries]
     return P(*map(tidy, kept))
 
 

@@ -31,6 +31,10 @@ FORMS["405B"] = FORMS["kept products"]
 FORMS["405B, attention kept"] = dataclasses.replace(
     FORMS["tiles"], kv_heads=1, remat="save_attention"
 )
+EXPERTS = dataclasses.replace(LLAMA, experts=4, mlp_width=32, balance=0.1, router_z=0.01)
+FORMS["experts"] = EXPERTS
+FORMS["experts, 8"] = dataclasses.replace(EXPERTS, experts=8, shared_experts=2, remat="full")
+FORMS["one expert takes all"] = dataclasses.replace(EXPERTS, experts_per_token=1, dropout=0.1)
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 
@@ -41,7 +45,18 @@ def slow(*cases):
 # The form, queries per tile of attention, the layout and the pipeline's options.
 CASES = [
     ("shared key heads", 16, "data=2,tensor=4", {}),
+    ("experts", 16, "fsdp=2,expert=2,tensor=2", {}),
     *slow(
+        ("experts, 8", 16, "expert=8", {}),
+        ("experts, 8", 16, "expert=4,tensor=2", {}),
+        ("experts, 8", 16, "fsdp=2,expert=4,zero=1", {}),
+        ("experts", 16, "data=2,fsdp=2,expert=2,zero=2", {}),
+        ("experts", 16, "data=2,fsdp=2,expert=2,zero=3,accumulate=2", {}),
+        ("experts", 16, "data=2,fsdp=2,expert=2,accumulate=2,gather=step", {}),
+        ("one expert takes all", 16, "data=2,expert=4,accumulate=2", {}),
+        ("experts", 16, "pipe=2,expert=2,data=2", {}),
+        ("experts", 16, "pipe=2,expert=2,tensor=2", INTERLEAVED),
+        ("experts", 16, "pipe=2,expert=4", {"remat": "none"}),
         ("dropout in tiles", 8, "pipe=2,fsdp=2,tensor=2", {}),
         ("tiles", 2, "data=8,zero=3", {}),
         ("tiles", 2, "data=2,tensor=4", {}),

@@ -85,6 +85,21 @@ MODELS = {
         | dict(num_hidden_layers=2, tie_word_embeddings=False, num_key_value_heads=1)
         | dict(final_logit_softcapping=3.0),
     ),
+    "mixtral": (
+        "mixtral",
+        SIZES | dict(num_local_experts=4, num_experts_per_tok=2, head_dim=6),
+    ),
+    "olmoe": ("olmoe", SIZES | dict(num_experts=4, num_experts_per_tok=2)),
+    "qwen3 moe": (
+        "qwen3_moe",
+        SIZES
+        | dict(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=20, head_dim=12)
+        | dict(norm_topk_prob=True),
+    ),
+    "qwen3 moe, not normalised": (
+        "qwen3_moe",
+        SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, head_dim=8),
+    ),
     "qwen3, tied": ("qwen3", SIZES | dict(head_dim=8, tie_word_embeddings=True)),
 }
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 24))

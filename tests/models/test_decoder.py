@@ -385,6 +385,7 @@ def test_presets_have_the_published_sizes():
         name: decoder.parameter_count(preset()) for name, preset in decoder.PRESETS.items()
     } == {
         "tiny": decoder.parameter_count(decoder.tiny()),
+        "tiny-moe": decoder.parameter_count(decoder.tiny_moe()),
         "gpt2-124m": 124_439_808,
         "llama-1b": 1_100_048_384,
         "llama-7b": 6_738_415_616,
@@ -393,6 +394,9 @@ def test_presets_have_the_published_sizes():
         "mistral-7b": 7_241_732_096,
         "qwen2.5-7b": 7_615_616_512,
         "qwen3-8b": 8_190_735_360,
+        "mixtral-8x7b": 46_702_792_704,
+        "olmoe-1b-7b": 6_919_161_856,
+        "qwen3-30b-a3b": 30_532_122_624,
         "gemma2-2b": 2_614_341_888,
         "gemma2-9b": 9_241_705_984,
         "gemma2-27b": 27_227_128_320,

@@ -69,7 +69,7 @@ def last(folder):
 
 
 def test_every_field_that_has_a_flag_is_changed():
-    alone = {"mesh.context", "mesh.expert"}
+    alone = {"mesh.context", "mesh.expert"}  # which is of other models
     assert CHANGED.keys() | alone == jt.Layout().values().keys()
 
 

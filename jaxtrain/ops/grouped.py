@@ -1,0 +1,255 @@
+"""The expert MLP: every token through the MLPs of its experts, dropless and in bounded memory.
+
+Tokens are sorted by expert, and each expert's are taken in tiles of rows, in a loop whose number of
+iterations is data. So the work is that of the tokens routed, plus at most a tile for each expert;
+nothing is dropped however uneven the routes are, and no buffer grows with experts x tokens, nor
+holds a token once for each of its experts. The hidden layer is computed again for the gradients.
+
+On a mesh each device has some of the experts, and part of their hidden width. It gathers the tokens
+of the devices along the axis of the experts, and what its experts add is summed over them and
+scattered back: (EP - 1) N D numbers are received each way, of N tokens on each of EP devices. To
+send each token to the devices of its experts alone would take k N D (EP - 1) / EP, which is less
+only where EP is above k.
+
+Shapes: B batch, T positions, N tokens, D width, F hidden width, E experts of a device, J experts of
+a token, A = N J choices, R rows of a tile.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.ops.activations import ACTIVATIONS, GATED
+from jaxtrain.ops.numerics import wide
+from jaxtrain.ops.per_device import not_taken_over, split_over
+
+# Rows of a tile, at most: enough to read an expert's weights for.
+ROWS = 512
+# Begins the scope that says how often a loop runs where tokens are spread evenly.
+TRIPS = "mean_trips_"
+
+Weights = Mapping[str, jax.Array]
+
+
+def trips_of(scope: str) -> int | None:
+    """The mean number of iterations that a scope's name says of a loop, if any.
+
+    >>> trips_of("jit(step)/mean_trips_12/while")
+    12
+    """
+    found = re.search(rf"\b{TRIPS}(\d+)", scope)
+    return int(found[1]) if found else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def expert_mlp(
+    form: str,
+    x_BTD: jax.Array,
+    weights: Weights,
+    gates_BTJ: jax.Array,
+    experts_BTJ: jax.Array,
+) -> jax.Array:
+    """Returns ``sum_j gates_j MLP_experts_j(x)`` of every token, [B, T, D].
+
+    Args:
+      form: of the MLP, one of :data:`jaxtrain.ops.activations.ACTIVATIONS`.
+      x_BTD: tokens.
+      weights: ``up`` and, gated, ``gate`` [E, D, F], and ``down`` [E, F, D].
+      gates_BTJ: what the result of each choice is multiplied by.
+      experts_BTJ: int32, the choices; E for none, and such a token may be anything.
+
+    >>> weights = {"up": jnp.ones((2, 1, 1)), "down": jnp.array([[[1.0]], [[10.0]]])}
+    >>> x, gates = jnp.full((1, 1, 1), 2.0), jnp.full((1, 1, 2), 0.5)
+    >>> float(expert_mlp("relu", x, weights, gates, jnp.array([[[0, 1]]]))[0, 0, 0])
+    11.0
+    """
+    return _forward(form, x_BTD, weights, gates_BTJ, experts_BTJ)[0]
+
+
+def _forward(form, *operands):
+    return _on_mesh(functools.partial(_values, form), operands), operands
+
+
+def _backward(form, operands, dy_BTD):
+    grads = _on_mesh(functools.partial(_gradients, form), operands, dy_BTD)
+    return *grads, np.zeros(operands[-1].shape, jax.dtypes.float0)
+
+
+expert_mlp.defvjp(_forward, _backward)
+
+
+def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> Any:
+    """Runs ``compute(x_ND, weights, gates_NJ, experts_NJ, *dy_ND)`` on each device's experts, whose
+    results are sums over the devices' parts; gradients where a cotangent is given."""
+    (B, T, _), (E, _, F) = operands[0].shape, operands[1]["up"].shape
+    free = not_taken_over()
+
+    def axes_of(logical: str, size: int) -> tuple[str, ...]:
+        axes, parts = split_over(logical)
+        return axes if free and size % parts == 0 else ()
+
+    rows, sequence = axes_of("batch", B), axes_of("sequence", T)
+    holders, hidden = axes_of("experts", E), axes_of("mlp", F)
+    gathered = tuple(axis for axis in holders if axis in rows)
+    partial = tuple(axis for axis in (*holders, *hidden) if axis not in gathered)
+    others = tuple(axis for axis in (*rows, *sequence) if axis not in gathered)
+
+    def on_device(x_BTD, weights, gates_BTJ, experts_BTJ, *dy_BTD):
+        here, first = weights["up"].shape[0], 0
+        for axis in holders:
+            first = first * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+        tokens = [_gather(x, gathered) for x in (x_BTD, gates_BTJ, experts_BTJ, *dy_BTD)]
+        lead = tokens[0].shape[:2]
+        x_ND, gates_NJ, experts_NJ, *dy_ND = (x.reshape(-1, x.shape[-1]) for x in tokens)
+        own_NJ = experts_NJ - first * here
+        own_NJ = jnp.where((own_NJ >= 0) & (own_NJ < here), own_NJ, here)
+        found = compute(x_ND, weights, gates_NJ, own_NJ, *dy_ND)
+
+        def back(y_ND, dtype):
+            y_BTD = y_ND.astype(dtype).reshape(*lead, -1)
+            return _sum(_scatter(y_BTD, gathered), partial)
+
+        if not cotangent:
+            return back(found, x_BTD.dtype)
+        dx_ND, dweights, dgates_NJ = found
+        dweights = {
+            name: _sum(d, others).astype(weights[name].dtype) for name, d in dweights.items()
+        }
+        return back(dx_ND, x_BTD.dtype), dweights, back(dgates_NJ, gates_BTJ.dtype)
+
+    if not free:
+        return on_device(*operands, *cotangent)
+    of_tokens = P(rows or None, sequence or None, None)
+    up, down = P(holders or None, None, hidden or None), P(holders or None, hidden or None, None)
+    of_weights = {name: down if name == "down" else up for name in operands[1]}
+    specs = (of_tokens, of_weights, of_tokens)
+    return jax.shard_map(
+        on_device,
+        in_specs=(*specs, of_tokens, *(of_tokens for _ in cotangent)),
+        out_specs=specs if cotangent else of_tokens,
+        axis_names=free,
+        # Nothing is differentiated through the map: forward and backward are maps of their own.
+        check_vma=False,
+    )(*operands, *cotangent)
+
+
+def _values(form, x_ND, weights, gates_NJ, experts_NJ):
+    """The weighted sum [N, D] of what the experts here make of the tokens that chose them."""
+    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, weights["up"].shape[0])
+
+    def expert(out_ND, of_expert):
+        own, *place = of_expert
+
+        def tile(t, out_ND):
+            x_RD, token_R, _, gate_R1 = tiles.rows(t, *place)
+            pre = [_dot(x_RD, own[name], 1, 0) for name in _entering(form)]
+            y_RD = _dot(ACTIVATIONS[form](*pre), own["down"], 1, 0, wide(x_ND.dtype))
+            return out_ND.at[token_R].add(y_RD * gate_R1, mode="drop")
+
+        return tiles.loop(tile, out_ND, place), None
+
+    out_ND = jnp.zeros(x_ND.shape, wide(x_ND.dtype))
+    return jax.lax.scan(expert, out_ND, (weights, *tiles.places))[0]
+
+
+def _gradients(form, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
+    """The gradients by tokens, weights and gates, in at least float32."""
+    dtype = wide(x_ND.dtype)
+    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, weights["up"].shape[0])
+
+    def expert(sums, of_expert):
+        own, *place = of_expert
+
+        def tile(t, sums):
+            dx_ND, dgates_A, dweights = sums
+            x_RD, token_R, choice_R, gate_R1 = tiles.rows(t, *place)
+            dy_RD = _rows(dy_ND, token_R)
+            pre = [_dot(x_RD, own[name], 1, 0) for name in _entering(form)]
+            h_RF, pull = jax.vjp(ACTIVATIONS[form], *pre)
+            back_RF = _dot(dy_RD, own["down"], 1, 1, dtype)
+            dgate_R = (back_RF * h_RF).sum(-1)
+            gated_RF = (h_RF * gate_R1).astype(h_RF.dtype)
+            dpre = pull((back_RF * gate_R1).astype(h_RF.dtype))
+            into = dict(zip(_entering(form), dpre, strict=True))
+            dx_RD = sum(_dot(d_RF, own[name], 1, 1, dtype) for name, d_RF in into.items())
+            found = {name: _dot(x_RD, d_RF, 0, 0, dtype) for name, d_RF in into.items()}
+            found["down"] = _dot(gated_RF, dy_RD, 0, 0, dtype)
+            return (
+                dx_ND.at[token_R].add(dx_RD, mode="drop"),
+                dgates_A.at[choice_R].set(dgate_R, mode="drop"),
+                {name: dweights[name] + d for name, d in found.items()},
+            )
+
+        zeros = {name: jnp.zeros(w.shape, dtype) for name, w in own.items()}
+        *sums, dweights = tiles.loop(tile, (*sums, zeros), place)
+        return tuple(sums), dweights
+
+    sums = jnp.zeros(x_ND.shape, dtype), jnp.zeros(gates_NJ.size, dtype)
+    (dx_ND, dgates_A), dweights = jax.lax.scan(expert, sums, (weights, *tiles.places))
+    return dx_ND, dweights, dgates_A.reshape(gates_NJ.shape)
+
+
+class _Tiles:
+    """The choices of tokens sorted by expert, tile by tile."""
+
+    def __init__(self, x_ND, gates_NJ, experts_NJ, experts: int):
+        self.x_ND, self.gates_A, self.each = x_ND, gates_NJ.reshape(-1), gates_NJ.shape[1]
+        chosen_A = experts_NJ.reshape(-1)
+        self.order_A = jnp.argsort(chosen_A, stable=True)
+        counts_E = jnp.bincount(chosen_A, length=experts)
+        self.places = jnp.cumsum(counts_E) - counts_E, counts_E
+        self.size, self.trips = ROWS, 1
+        if isinstance(chosen_A.size, int):  # and no symbol of an exported program's shapes
+            even = -(-chosen_A.size // experts)
+            self.size = min(ROWS, max(8, 1 << (even // 8).bit_length()))
+            self.trips = -(-even // self.size)
+
+    def loop(self, tile: Any, start: Any, place: Any) -> Any:
+        """Applies ``tile(t, sums)`` to all tiles of the expert that has ``place``."""
+        with jax.named_scope(f"{TRIPS}{self.trips}"):
+            return jax.lax.fori_loop(0, -(-place[1] // self.size), tile, start)
+
+    def rows(self, t, start, count) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Tile t of an expert: tokens [R, D], their numbers, those of the choices, and the gates
+        [R, 1]; behind the expert's last all is 0 and the numbers are beyond the arrays' ends."""
+        at_R = t * self.size + jnp.arange(self.size)
+        choice_R = self.order_A.at[start + at_R].get(mode="clip")
+        choice_R = jnp.where(at_R < count, choice_R, self.order_A.shape[0])
+        token_R = jnp.where(at_R < count, choice_R // self.each, self.x_ND.shape[0])
+        return _rows(self.x_ND, token_R), token_R, choice_R, _rows(self.gates_A, choice_R)[:, None]
+
+
+def _rows(x_ND: jax.Array, token_R: jax.Array) -> jax.Array:
+    return x_ND.at[token_R].get(mode="fill", fill_value=0)
+
+
+def _entering(form: str) -> tuple[str, ...]:
+    """The kernels that read the tokens, in the order in which an activation takes their results."""
+    return ("gate", "up") if form in GATED else ("up",)
+
+
+def _dot(a: jax.Array, b: jax.Array, i: int, j: int, dtype: Any = None) -> jax.Array:
+    """Contracts axis i of a with axis j of b."""
+    dims = (((i,), (j,)), ((), ()))
+    common = jnp.promote_types(a.dtype, b.dtype)
+    return jax.lax.dot_general(
+        a.astype(common), b.astype(common), dims, preferred_element_type=dtype
+    )
+
+
+def _gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
+
+
+def _scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True) if axes else x
+
+
+def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.psum(x, axes) if axes else x

@@ -1,0 +1,99 @@
+"""Routes of tokens to experts: a token's experts and weights are functions of that token alone.
+
+The same token has the same experts on every mesh, in every microbatch and under every policy of
+rematerialisation: logits are float32 products of the highest precision over the whole width, ties
+go to the expert of the lower number, and what is chosen is kept for the backward pass.
+
+Losses and loads are sums over each row, so that they are exact however a batch is cut.
+
+Shapes: B batch, T positions, D width, E experts, J experts of a token.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.ops.numerics import wide
+from jaxtrain.sharding.placement import constrain
+
+# Probabilities of all experts, those chosen; or these divided by their sum, which is the softmax of
+# the chosen logits alone (Mixtral).
+ROUTINGS = ("softmax", "softmax_normalised")
+# The name of what is chosen, which every policy of rematerialisation keeps.
+ROUTES = "routes"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routes:
+    """The routes of tokens, and what a row's give.
+
+    Args:
+      experts_BTJ: int32, the most probable first; E, which is no expert, for padding.
+      weights_BTJ: float32, what each expert's result is multiplied by; 0 for padding.
+      balance_B: ``E sum_e f_e P_e`` of the share f of the row's choices and the mean probability P
+        (Fedus et al. 2021, https://arxiv.org/abs/2101.03961), 1 where both are even.
+      router_z_B: the mean of the squared log of the softmax's normaliser (Zoph et al. 2022,
+        https://arxiv.org/abs/2202.08906).
+      load_BE: how many choices of the row each expert has.
+    """
+
+    experts_BTJ: jax.Array
+    weights_BTJ: jax.Array
+    balance_B: jax.Array
+    router_z_B: jax.Array
+    load_BE: jax.Array
+
+
+def route(
+    x_BTD: jax.Array,
+    kernel_DE: jax.Array,
+    *,
+    per_token: int,
+    routing: str = "softmax_normalised",
+    live_BT: jax.Array | None = None,
+    routes_BTJ: jax.Array | None = None,
+) -> Routes:
+    """Chooses ``per_token`` experts for every token.
+
+    Args:
+      x_BTD: tokens.
+      kernel_DE: of the router.
+      per_token: J.
+      routing: one of :data:`ROUTINGS`.
+      live_BT: bool, False for padding, which no expert sees and nothing counts, whatever it is;
+        None means all.
+      routes_BTJ: int32, experts that were chosen before, such as by a sampler of the same weights;
+        their weights are of the present probabilities.
+
+    >>> kernel = jnp.array([[3.0, 0, 1], [1, 1, 0], [0, 5, 2]])
+    >>> routes = route(jnp.eye(3)[None], kernel, per_token=2)
+    >>> routes.experts_BTJ[0].tolist(), routes.load_BE.tolist()
+    ([[0, 2], [0, 1], [1, 2]], [[2.0, 2.0, 2.0]])
+    """
+    (B, T, _), E = x_BTD.shape, kernel_DE.shape[1]
+    live_BT = jnp.ones((B, T), bool) if live_BT is None else live_BT
+    live_BT1 = live_BT[..., None]
+    # A padding token may be anything, and 0 x NaN is NaN: its gradient is cut here too.
+    x_BTD = jnp.where(live_BT1, x_BTD, 0)
+    dtype = wide(x_BTD.dtype)
+    highest = jax.lax.Precision.HIGHEST
+    logits_BTE = jnp.matmul(x_BTD.astype(dtype), kernel_DE.astype(dtype), precision=highest)
+    logits_BTE = constrain(logits_BTE, "batch", "sequence", None)
+    probs_BTE = jax.nn.softmax(logits_BTE)
+    if routes_BTJ is None:
+        routes_BTJ = jax.lax.top_k(jax.lax.stop_gradient(logits_BTE), per_token)[1]
+    chosen_BTJ = checkpoint_name(jnp.where(live_BT1, routes_BTJ, E).astype(jnp.int32), ROUTES)
+    is_chosen_BTJE = chosen_BTJ[..., None] == jnp.arange(E)
+    weights_BTJ = jnp.where(is_chosen_BTJE, probs_BTE[:, :, None], 0).sum(-1)
+    if routing == "softmax_normalised":
+        weights_BTJ /= jnp.where(live_BT1, weights_BTJ.sum(-1, keepdims=True), 1)
+    load_BE = is_chosen_BTJE.sum((1, 2)).astype(dtype)
+    tokens_B = jnp.maximum(live_BT.sum(1), 1).astype(dtype)
+    probs_BE = jnp.where(live_BT1, probs_BTE, 0).sum(1) / tokens_B[:, None]
+    z_BT = jnp.where(live_BT, jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), 0)
+    shares_BE = load_BE / (tokens_B * chosen_BTJ.shape[-1])[:, None]
+    balance_B = E * (shares_BE * probs_BE).sum(-1)
+    return Routes(chosen_BTJ, weights_BTJ, balance_B, z_BT.sum(1) / tokens_B, load_BE)

@@ -1,0 +1,149 @@
+"""Decoders with experts: what they compute, what is kept of routes, and any cut of a batch."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.jaxprs import equations
+from jaxtrain.models import decoder
+from jaxtrain.models.config import BlockConfig
+from jaxtrain.ops.remat import REMAT
+from tests import problems
+
+MOE = decoder.DecoderConfig(
+    vocab_size=61,
+    seq_len=16,
+    layers=2,
+    width=32,
+    heads=4,
+    norm="rmsnorm",
+    bias=False,
+    mlp="swiglu",
+    mlp_width=24,
+    experts=4,
+    balance=0.5,
+    router_z=0.05,
+)
+
+
+def batch_of(rows=4):
+    """Packed documents, padding behind them."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 61, (rows, 17))
+    lengths = random.integers(6, 17, (rows, 1))
+    segments = np.where(np.arange(16) < lengths, 1 + (np.arange(16) > 4), 0)
+    mask = (segments > 0) * random.integers(0, 2, segments.shape)
+    return {
+        "tokens": jnp.asarray(tokens[:, :-1]),
+        "targets": jnp.asarray(tokens[:, 1:]),
+        "mask": jnp.asarray(mask, jnp.float32),
+        "segments": jnp.asarray(segments),
+    }
+
+
+def params_of(config):
+    return problems.with_noise(decoder.init(config, jax.random.key(0)), 0.1)
+
+
+def loss_of(config):
+    return jax.jit(functools.partial(decoder.loss_fn(config), rng=None))
+
+
+def test_equal_experts_are_one_mlp():
+    """Weights that sum to 1, of experts that are all alike, as in a model that was made of a dense
+    one; a shared expert is added to them."""
+    shared = dataclasses.replace(MOE, experts_per_token=3, shared_experts=1, balance=0, router_z=0)
+    params, batch = params_of(shared), batch_of()
+    blocks = params["blocks"]
+    mlp = {name: {"kernel": blocks["mlp"][name]["kernel"]} for name in ("gate", "up", "down")}
+    for name, kernel in mlp.items():
+        alike = jnp.repeat(kernel["kernel"][:, None], 4, 1)
+        blocks["experts"][name]["kernel"] = alike / 2 if name == "down" else alike
+    dense = dataclasses.replace(MOE, experts=None)
+    rest = {name: x for name, x in blocks.items() if name != "experts"}
+    mlp["down"] = {"kernel": 1.5 * mlp["down"]["kernel"]}
+    one = loss_of(dense)(params | {"blocks": rest | {"mlp": mlp}}, batch)
+    np.testing.assert_allclose(loss_of(shared)(params, batch).total, one.total, rtol=1e-5)
+
+
+def test_any_cut_of_a_batch_has_the_loss_the_gradients_and_the_loads_of_the_whole():
+    params, batch = params_of(MOE), batch_of()
+
+    @jax.jit
+    def run(params, batch):
+        def total(params):
+            loss = decoder.loss_fn(MOE)(params, batch, None)
+            return loss.total, loss
+
+        grads, loss = jax.grad(total, has_aux=True)(params)
+        return loss, grads
+
+    loss, grads = run(params, batch)
+    parts = [run(params, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)]
+    added = parts[0][0] + parts[1][0], jax.tree.map(jnp.add, parts[0][1], parts[1][1])
+    wanted, got = ((x.means(), g) for x, g in ((loss, grads), added))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, wanted)
+    means = loss.means()
+    assert float(means["expert_load"].mean()) == pytest.approx(1)  # nothing is dropped
+    assert 1 < float(means["hottest_expert"]) <= 2
+    assert float(means["loss"]) > float(means["balance_loss"]) > 0.5 * MOE.layers * 0.99
+
+
+def test_one_expert_may_take_every_token():
+    config = dataclasses.replace(MOE, experts_per_token=1)
+    params = params_of(config)
+    x = params["blocks"]["experts"]["router"]
+    x["kernel"] = jnp.zeros_like(x["kernel"])  # of equal ones the first
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def run(params):
+        means = decoder.loss_fn(config)(params, batch_of(), None).means()
+        return means["loss"], means
+
+    grads, means = run(params)
+    assert means["expert_load"].tolist() == [4, 0, 0, 0]
+    assert float(means["hottest_expert"]) == 4
+    up = grads["blocks"]["experts"]["up"]["kernel"]
+    assert np.abs(up[:, 0]).max() > 0
+    assert not np.abs(up[:, 1:]).max()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("remat", REMAT)
+def test_no_backward_pass_chooses_again(remat):
+    config = dataclasses.replace(MOE, remat=remat, scan_unroll=1)
+    loss = lambda p: decoder.loss_fn(config)(p, batch_of(), None).total  # noqa: E731
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params_of(config))
+    assert sum(eqn.primitive.name == "top_k" for eqn in equations(jaxpr)) == 1
+
+
+def test_routes_that_are_replayed_are_those_of_other_weights():
+    params, batch = params_of(MOE), batch_of()
+    routes = decoder.routes(MOE, params, batch)
+    live = np.asarray(batch["segments"] > 0)
+    assert routes.shape == (4, 2, 16, 2)
+    assert set(np.unique(routes.transpose(0, 2, 1, 3)[live])) == set(range(4))
+    assert (routes.transpose(0, 2, 1, 3)[~live] == 4).all()
+    other = jax.tree.map(lambda x: 1.5 * x, params)
+    assert (decoder.routes(MOE, other, batch | {"routes": routes}) == routes).all()
+    again, first = (loss_of(MOE)(params, x).total for x in (batch | {"routes": routes}, batch))
+    np.testing.assert_allclose(again, first, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experts": 4, "experts_per_token": 5}, "experts_per_token=5 is more than experts=4"),
+        ({"shared_experts": 1}, "shared_experts=1 stand beside experts that are chosen"),
+        ({"experts": 4, "bias": True}, "bias=True gives dense layers biases"),
+        ({"experts": 4, "balance": -1.0}, "balance=-1.0 must be at least 0"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        BlockConfig(**{"width": 8, "heads": 2, "bias": False} | fields)

@@ -1,0 +1,142 @@
+"""Experts against a loop over tokens and experts in NumPy's float64, gradients included."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.ops.grouped import expert_mlp
+from jaxtrain.ops.routing import route
+
+B, T, D, F, E, J = 2, 24, 6, 10, 5, 2
+
+
+def routes_of(case, random):
+    if case == "one expert takes every token":
+        return np.stack([np.full((B, T), 3), random.choice([0, 1], (B, T))], -1)
+    if case == "empty experts":
+        return np.stack([np.full((B, T), 4), np.full((B, T), 1)], -1)
+    return np.stack([random.permutation(E)[:J] for _ in range(B * T)]).reshape(B, T, J)
+
+
+def by_hand(form, x, weights, gates, experts, dy):
+    """The values and gradients, token by token."""
+    out, dx, dgates = np.zeros_like(x), np.zeros_like(x), np.zeros_like(gates)
+    dweights = {name: np.zeros_like(w) for name, w in weights.items()}
+    for place in np.ndindex(*experts.shape):
+        b, t, _ = place
+        if (e := experts[place]) == E:
+            continue
+        own, token, gate = {n: w[e] for n, w in weights.items()}, x[b, t], gates[place]
+        up = token @ own["up"]
+        if form == "relu":
+            hidden, slopes = np.maximum(up, 0), {"up": (up > 0) * 1.0}
+        else:
+            g = token @ own["gate"]
+            s = 1 / (1 + np.exp(-g))
+            hidden, slopes = g * s * up, {"up": g * s, "gate": (s + g * s * (1 - s)) * up}
+        y, dhidden = hidden @ own["down"], gate * (own["down"] @ dy[b, t])
+        out[b, t] += gate * y
+        dgates[place] = y @ dy[b, t]
+        dweights["down"][e] += gate * np.outer(hidden, dy[b, t])
+        for name, slope in slopes.items():
+            dweights[name][e] += np.outer(token, slope * dhidden)
+            dx[b, t] += own[name] @ (slope * dhidden)
+    return out, dx, dweights, dgates
+
+
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [
+        ("swiglu", "spread"),
+        ("swiglu", "one expert takes every token"),
+        ("relu", "empty experts"),
+        ("relu", "poisoned padding"),
+    ],
+)
+def test_values_and_gradients(form, case):
+    random = np.random.default_rng(0)
+    x, dy = random.normal(size=(2, B, T, D))
+    names = ("up", "gate") if form == "swiglu" else ("up",)
+    weights = {name: random.normal(size=(E, D, F)) for name in names}
+    weights["down"] = random.normal(size=(E, F, D))
+    gates, experts = random.uniform(size=(B, T, J)), routes_of(case, random)
+    if case == "poisoned padding":
+        experts[:, T // 2 :] = E
+        gates[:, T // 2 :] = 0
+    wanted = by_hand(form, x, weights, gates, experts, dy)
+    if case == "poisoned padding":
+        x[:, T // 2 :] = dy[:, T // 2 :] = np.nan
+    f32 = functools.partial(jnp.asarray, dtype=jnp.float32)
+    run = functools.partial(expert_mlp, form)
+    given = f32(x), jax.tree.map(f32, weights), f32(gates)
+    y, pull = jax.vjp(lambda *a: run(*a, jnp.asarray(experts, jnp.int32)), *given)
+    got = (y, *pull(f32(dy)))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_no_buffer_holds_a_token_for_each_choice_or_expert():
+    """Of 16 experts and 8 choices, temporaries stay below four arrays of the tokens."""
+    n, d, e, j = 4096, 256, 16, 8
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32)  # noqa: E731
+    weights = {"up": shape(e, d, 32), "down": shape(e, 32, d)}
+    experts = jax.ShapeDtypeStruct((1, n, j), jnp.int32)
+    loss = lambda x, w, g, i: expert_mlp("relu", x, w, g, i).sum()  # noqa: E731
+    given = shape(1, n, d), weights, shape(1, n, j), experts
+    memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*given).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * 4 * n * d
+
+
+@pytest.mark.parametrize("routing", ["softmax", "softmax_normalised"])
+def test_routes(routing):
+    """Choices, weights, losses and loads, by their definitions; padding is anything and counts
+    nothing; two equal logits go to the lower number."""
+    random = np.random.default_rng(1)
+    x, kernel = random.normal(size=(B, T, D)), random.normal(size=(D, E))
+    kernel[:, 3] = kernel[:, 1]
+    live = np.arange(T) < np.array([[T], [T // 3]])
+    logits = x @ kernel
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    order = np.argsort(-np.round(probs, 12), axis=-1, kind="stable")[..., :J]
+    weights = np.take_along_axis(probs, order, -1)
+    if routing == "softmax_normalised":
+        weights /= weights.sum(-1, keepdims=True)
+        top = np.take_along_axis(logits, order, -1)
+        np.testing.assert_allclose(weights, np.exp(top) / np.exp(top).sum(-1, keepdims=True))
+    x[~live] = np.nan
+
+    def run(x, kernel):
+        return route(x, kernel, per_token=J, routing=routing, live_BT=jnp.asarray(live))
+
+    given = jnp.asarray(x, jnp.float32), jnp.asarray(kernel, jnp.float32)
+    got = jax.jit(run)(*given)
+    np.testing.assert_array_equal(got.experts_BTJ, np.where(live[..., None], order, E))
+    np.testing.assert_allclose(got.weights_BTJ, np.where(live[..., None], weights, 0), rtol=1e-5)
+    for b in range(B):
+        of = live[b]
+        load = np.bincount(order[b][of].ravel(), minlength=E)
+        balance = E * (load / load.sum() * probs[b][of].mean(0)).sum()
+        z = np.square(np.log(np.exp(logits[b][of]).sum(-1))).mean()
+        np.testing.assert_array_equal(got.load_BE[b], load)
+        np.testing.assert_allclose(got.balance_B[b], balance, rtol=1e-5)
+        np.testing.assert_allclose(got.router_z_B[b], z, rtol=1e-5)
+
+    def loss(x, kernel):
+        found = run(x, kernel)
+        return (found.weights_BTJ[..., 0].sum() + found.balance_B + found.router_z_B).sum()
+
+    dx, dkernel = jax.jit(jax.grad(loss, argnums=(0, 1)))(*given)
+    assert np.isfinite(dkernel).all()
+    assert (dx[~live] == 0).all()
+    assert np.abs(dx[live]).min() > 0
+
+
+def test_routes_are_replayed():
+    x, kernel = jax.random.normal(jax.random.key(0), (B, T, D)), jnp.eye(D, E)
+    first = route(x, kernel, per_token=J)
+    other = route(x, 2 * kernel[:, ::-1], per_token=J, routes_BTJ=first.experts_BTJ)
+    assert (other.experts_BTJ == first.experts_BTJ).all()
+    np.testing.assert_allclose(other.weights_BTJ.sum(-1), 1, rtol=1e-6)
