@@ -224,7 +224,7 @@ MADE = {
     r"teacher runs/teacher": [f"{GPT_RUN} runs/teacher"],
     r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],
     r"--init-from runs/masked": [f"python -m experiments.bert {SHORT} 2 --run-dir runs/masked"],
-    r"evaluate runs/classes": [
+    r"evaluate --run runs/classes": [
         f"python -m experiments.bert --task classify {SHORT} 2 --run-dir runs/classes".replace(
             "texts/", "rows.csv"
         )
@@ -233,7 +233,7 @@ MADE = {
         f"python -m experiments.t5 {SHORT} 8 --run-dir runs/spans"
     ],
     **{
-        rf"(predict --run|evaluate) runs/{name}": [
+        rf"(predict|evaluate) --run runs/{name}": [
             f"python -m experiments.{of} {SHORT} 2 --run-dir runs/{name} --task {task} "
             f"--data {rows}"
         ]

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ from jaxtrain.models.decoding import Cache, Decoder, decoder_of, pin_cache
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.sampling import Draws, Own, Sampling, draw, make_sampling
 from jaxtrain.sharding.placement import gather
+from jaxtrain.sharding.rules import batch_parts
 
 Config = DecoderConfig | T5Config
 # The shortest rows that a program is compiled for.
@@ -50,6 +51,22 @@ def padded_length(count: int) -> int:
     (16, 64, 128)
     """
     return max(SHORTEST, 1 << (count - 1).bit_length())
+
+
+def by_length(sizes: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """Yields the numbers of rows of some sizes, the longest first, at most ``rows`` at a time, so
+    that a batch is padded to lengths alike.
+
+    >>> list(by_length([3, 9, 4], 2))
+    [[1, 2], [0]]
+    """
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    yield from (order[start : start + rows] for start in range(0, len(order), rows))
+
+
+def whole_rows(rows: int, mesh: Mesh) -> int:
+    """Returns how many rows a batch of so many has where all devices that split it have some."""
+    return -(-rows // batch_parts(mesh)) * batch_parts(mesh)
 
 
 @jax.tree_util.register_dataclass

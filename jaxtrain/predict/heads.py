@@ -19,11 +19,10 @@ from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answer
 from jaxtrain.data.sources import rows_in
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, vit
-from jaxtrain.models.generate import beam_search, generate, padded_length
+from jaxtrain.models.generate import beam_search, by_length, generate, padded_length, whole_rows
 from jaxtrain.run import trained
 from jaxtrain.serve.opening import Opened, ends_of, fields_of, form_of
 from jaxtrain.sharding.placement import UnevenWarning
-from jaxtrain.sharding.rules import batch_parts
 
 # Records that are read before they are sorted by length and predicted.
 RECORDS = 4096
@@ -57,7 +56,7 @@ class Model:
     @property
     def size(self) -> int:
         """Rows of a batch."""
-        return -(-self.rows // batch_parts(self.mesh)) * batch_parts(self.mesh)
+        return whole_rows(self.rows, self.mesh)
 
     @property
     def length(self) -> int:
@@ -266,11 +265,9 @@ def outputs(model: Model, rows: Any) -> list[np.ndarray]:
 
 
 def batches(model: Model, sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the numbers of rows, the longest first, as many as a batch has; the last one is filled
-    with its last row."""
-    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    for start in range(0, len(order), model.size):
-        part = order[start : start + model.size]
+    """Yields the numbers of rows by length, as many as a batch has; the last one is filled with its
+    last row."""
+    for part in by_length(sizes, model.size):
         yield part + part[-1:] * (model.size - len(part))
 
 

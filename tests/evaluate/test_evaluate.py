@@ -143,19 +143,24 @@ def test_a_text_that_is_written_ends_before_what_a_task_names():
     mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
     model = opened(mesh)
     engine = Engine(MODEL, model.params, slots=4, chunk=16, page=16)
+    ends = frozenset([model.tokenizer.eod])
     asked = [("a context", {"max_gen_toks": 12}), ("x" * 99, {"until": ["\0"], "max_gen_toks": 5})]
-    whole, other = written(model.tokenizer, engine, asked)
+    whole, other = written(model.tokenizer, engine, asked, ends)
     stop = whole[4:6]
-    (cut,) = written(model.tokenizer, engine, [("a context", asked[0][1] | {"until": stop})])
+    short = [("a context", asked[0][1] | {"until": stop})]
+    (cut,) = written(model.tokenizer, engine, short, ends)
     assert cut == whole[: whole.index(stop)]
+    end = model.tokenizer.encode(whole).tolist()[3]  # a model may name more ends than one
+    (cut,) = written(model.tokenizer, engine, asked[:1], ends | {end})
+    assert cut == whole[: whole.index(chr(end))]
     assert other
     with pytest.raises(ValueError, match="min_p"):
-        written(model.tokenizer, engine, [("a", {"min_p": 0.1})])
+        written(model.tokenizer, engine, [("a", {"min_p": 0.1})], ends)
 
 
 def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys):
-    assert "neither --data nor --tasks" in refused(capsys, "evaluate", str(tmp_path))
-    asked = ["evaluate", str(tmp_path), "--data", "python"]
+    assert "neither --data nor --tasks" in refused(capsys, "evaluate", "--model", str(tmp_path))
+    asked = ["evaluate", "--model", str(tmp_path), "--data", "python"]
     assert "neither a run nor" in refused(capsys, *asked)
     assert "--mesh.pipe 2" in refused(capsys, *asked, "--mesh.pipe", "2")
     assert "--stride is 0" in refused(capsys, *asked, "--stride", "0")
@@ -214,7 +219,7 @@ def test_tasks_come_to_what_the_harness_s_own_model_comes_to(tmp_path):
     model = opened(mesh)
     scorer = Scorer(MODEL, model.params, mesh=mesh)
     engine = Engine(MODEL, model.params, slots=4)
-    ours = harness_model(model.tokenizer, scorer, engine)
+    ours = harness_model(model.tokenizer, scorer, engine, [model.tokenizer.eod])
     ours = lm_eval.simple_evaluate(ours, tasks=tasks(tmp_path), bootstrap_iters=0)
     hf.save(tmp_path / "model", MODEL, jax.device_get(model.params))
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
