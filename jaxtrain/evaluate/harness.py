@@ -89,14 +89,14 @@ def written(
         drawn = options.pop("do_sample", False)
         temperature = float(options.pop("temperature", 1.0 if drawn else 0.0)) if drawn else 0.0
         options.pop("temperature", None)
-        top_p = options.pop("top_p", 1.0)
-        top_k = options.pop("top_k", None)
+        cuts = {name: options.pop(name) for name in ("top_k", "top_p", "min_p") if name in options}
         if options:
             raise ValueError(f"the task's generation options {sorted(options)} are not known here")
         most = min(int(most), engine.longest - 1)
         prompt = tokenizer.encode(context).tolist() or [tokenizer.eod]
         prompt = prompt[-(engine.longest - most) :]
-        number = engine.submit(Request(prompt, most, temperature, top_k, top_p, len(found), ends))
+        request = Request(prompt, most, temperature, seed=len(found), ends=ends, **cuts)
+        number = engine.submit(request)
         texts[number], found[number] = Text(until), ""
     while engine.is_busy:
         for event in engine.step():

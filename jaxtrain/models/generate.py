@@ -104,8 +104,9 @@ def generate(
     without a mesh.
 
     The logits are, in this order, divided for tokens that have occurred by the repetition penalty
-    (multiplied where negative), divided by the temperature, and cut to the ``top_k`` largest and
-    then to the smallest set of probability ``top_p``; ties with the last one kept are kept.
+    (multiplied where negative), divided by the temperature, and cut to the ``top_k`` largest, to
+    the smallest set of probability ``top_p``, and to those at least ``min_p`` times as probable as
+    the most probable one; ties with the last one kept are kept.
 
     Args:
       config, params: the model; it computes in the dtype of ``params``.
@@ -115,7 +116,7 @@ def generate(
       rng: key for sampling; not needed at temperature 0.
       prompt_lengths: int [B], tokens of each prompt; left out, P for all.
       temperature: left out, 1; 0 takes the most probable token.
-      top_k, top_p: truncations; left out, none.
+      top_k, top_p, min_p: truncations; left out, none.
       repetition_penalty: 1 means none (Keskar et al. 2019, https://arxiv.org/abs/1909.05858); it is
         for tokens of a prompt or a target, and not of a source.
       repetition_window: of which so many last tokens alone count; left out, all.

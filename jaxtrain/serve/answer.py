@@ -48,7 +48,7 @@ class Answer:
 
     def __init__(self, worker, reader: Reader, asked: Asked, numbers: Numbers, limits):
         self._worker, self._asked, self._numbers, self._limits = worker, asked, numbers, limits
-        self._writer = Writer(asked, reader.tokenizer)
+        self._writer = Writer(asked, reader.tokenizer, worker.engine.fingerprint)
         self._reader, self._begun, self._first = reader, time.monotonic(), None
         self._written, self._cancels = 0, {}
         self._echo: tuple[Sequence[int], list[Told]] | None = None

@@ -20,6 +20,7 @@ from jaxtrain.serve.opening import ModelOptions, Opened, ends_of
 
 # New tokens, where --max-tokens is left out.
 MOST = 256
+CUTS = ("top_k", "top_p", "min_p")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class GenerateOptions(ModelOptions):
     """Draw from the k most probable tokens."""
     top_p: float | None = 0.95
     """Draw from the smallest set of tokens with this much probability."""
+    min_p: float | None = None
+    """Draw from tokens that are at least this many times as probable as the most probable one."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that have occurred become less probable."""
     repetition_window: int | None = None
@@ -74,7 +77,7 @@ def run_generate(options: GenerateOptions, rest: list[str]) -> int:
             raise ValueError(f"{flag} is given without --chat, which alone reads it: give both")
     if options.chat and options.samples > 1:
         raise ValueError(f"--samples is {options.samples}, and --chat needs one answer: give one")
-    for name in ("samples", "temperature", "top_k", "top_p") if options.beams > 1 else ():
+    for name in ("samples", "temperature", *CUTS) if options.beams > 1 else ():
         if (value := getattr(options, name)) not in (0, getattr(GenerateOptions, name)):
             raise ValueError(
                 f"--{name.replace('_', '-')} {value} is for texts that are drawn, and --beams "
@@ -223,7 +226,7 @@ class Writer:
                 found, _ = beam_search(model, params, rows, beams=options.beams, **given)
             yield from np.asarray(found).T
             return
-        drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+        drawn = {name: getattr(options, name) for name in ("temperature", *CUTS)}
         # Each text of a chat has draws of its own.
         rng, self._texts = jax.random.key(options.seed + self._texts), self._texts + 1
         batch = prompts(model, rows, rng=rng, **given, **drawn)

@@ -154,8 +154,8 @@ def test_a_text_that_is_written_ends_before_what_a_task_names():
     (cut,) = written(model.tokenizer, engine, asked[:1], ends | {end})
     assert cut == whole[: whole.index(chr(end))]
     assert other
-    with pytest.raises(ValueError, match="min_p"):
-        written(model.tokenizer, engine, [("a", {"min_p": 0.1})], ends)
+    with pytest.raises(ValueError, match="typical_p"):
+        written(model.tokenizer, engine, [("a", {"typical_p": 0.1})], ends)
 
 
 def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys):

@@ -260,7 +260,8 @@ def test_a_replica_that_is_killed_is_missed_by_no_client_and_comes_again(run, tm
             def well():
                 return json.loads(ask("/health").read())["well"]
 
-            body = {"prompt": "to be", "seed": 3, "max_tokens": 3000}
+            body = {"prompt": "to be", "seed": 3, "max_tokens": 3000, "min_tokens": 3000}
+            body |= {"frequency_penalty": 0.1, "repetition_penalty": 1.2, "min_p": 0.01}
             whole = json.loads(ask("/v1/completions", body).read())["choices"][0]["text"]
             # Of three at most one is not the replica that writes: they are asked by turns.
             for which in (-1, 0, -1):
