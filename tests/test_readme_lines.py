@@ -30,6 +30,7 @@ ABSENT = {
     r"^jaxtrain launch": "a GPU for each of 8 processes; tests/run/test_launch.py starts two",
     r"^jaxtrain watch (?!.*--terminal)": "a browser: it serves until it is interrupted",
     r"^jaxtrain serve": "it serves until it is interrupted; tests/serve/test_command.py starts it",
+    r"^curl": "a server of a classifier; tests/serve/test_classify.py starts one",
     r"--tasks hellaswag": "the harness's tasks; tests/evaluate has some of its own",
     r"^tpu_setup/|^export TPU_": "gcloud; tests/tpu_setup runs the scripts with stand-ins",
     r"^set [-+]a|^\. ": "the shell of a GPU host",

@@ -14,6 +14,7 @@ from jaxtrain import data
 from jaxtrain.evaluate import heads, pairs
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
+from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, exists, make_folder
@@ -21,7 +22,6 @@ from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.predict.heads import Model
 from jaxtrain.run import trained
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import ModelOptions, Opened, ends_of
 
 # In the folder of a run that has been evaluated.
 RESULTS = "evaluations.jsonl"

@@ -7,10 +7,10 @@ import json
 import sys
 import time
 
+from jaxtrain.hf.opening import ModelOptions
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import absolute, make_folder
 from jaxtrain.predict.heads import Model, head_of, predictions
-from jaxtrain.serve.opening import ModelOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.serve.api import Asked, Reader, Text, Told, Writer
 from jaxtrain.serve.engine import Event, Request
-from jaxtrain.serve.worker import FAILED
+from jaxtrain.serve.worker import FAILED, Worker
 
 log = logging.getLogger(__name__)
 # Seconds to the first token, for /metrics.
@@ -41,6 +42,26 @@ class Numbers:
     def first_token(self, seconds: float) -> None:
         self.first_sum, self.first_count = self.first_sum + seconds, self.first_count + 1
         self.first.update(limit for limit in BUCKETS if seconds <= limit)
+
+
+class Calls:
+    """A request that is answered as a whole, by calls of the thread between steps of the engine."""
+
+    streams = False
+
+    def __init__(self, worker: Worker, numbers: Numbers, limits: Limits):
+        self._worker, self._numbers = worker, numbers
+        self._ends = time.monotonic() + limits.seconds
+
+    async def each(self, call: Callable[[Any], Any], parts: Sequence[Any]) -> AsyncIterator[Any]:
+        """Yields what a call finds of each part; others are answered between two of them."""
+        self._numbers.live += 1
+        try:
+            for part in parts:
+                found = asyncio.wrap_future(self._worker.call(functools.partial(call, part)))
+                yield await asyncio.wait_for(found, self._ends - time.monotonic())
+        finally:
+            self._numbers.live -= 1
 
 
 class Answer:

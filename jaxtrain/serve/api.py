@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -126,13 +126,9 @@ class Reader:
           LookupError: there is no such model.
           ValueError: what is asked cannot be done, in one sentence.
         """
-        if not isinstance(body, dict):
-            raise ValueError("the body must be a JSON object")
-        body = {name: value for name, value in body.items() if value is not None}
         own = {"messages", "top_logprobs"} if chat else {"prompt", "echo"}
-        known = _COMMON | own | {"logprobs"} | _NUMBERS.keys() | _NEUTRAL.keys()
-        if unknown := sorted(body.keys() - known):
-            raise ValueError(f"{unknown[0]} is not known here: leave it out")
+        own |= _COMMON | {"logprobs"}
+        body = checked(body, own | _NUMBERS.keys() | _NEUTRAL.keys())
         for name, neutral in _NEUTRAL.items():
             neutral = (1, body.get("n", 1)) if name == "best_of" else neutral
             if name in body and body[name] not in neutral:
@@ -269,6 +265,16 @@ class Reader:
             plain.append({"role": each["role"], "content": content})
         ids, _ = next(encode_marked([self.template.prompt(plain)], self.tokenizer))
         return [*self.begin[1], *ids.tolist()]
+
+
+def checked(body: Any, known: Set[str]) -> dict[str, Any]:
+    """Returns the fields of a body of JSON that are given; raises ValueError for unknown ones."""
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    if unknown := sorted(body.keys() - known):
+        raise ValueError(f"{unknown[0]} is not known here: leave it out")
+    return body
 
 
 def _number(body: Mapping[str, Any], name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``jaxtrain serve``: OpenAI's API for a trained decoder."""
+"""``jaxtrain serve``: OpenAI's API for a trained decoder, and vLLM's for a classifier."""
 
 import contextlib
 import dataclasses
@@ -17,25 +17,38 @@ from jax.sharding import Mesh
 
 from jaxtrain.data.chat import ChatTemplate, load_template
 from jaxtrain.data.tokenizers import Tokenizer
+from jaxtrain.hf.opening import (
+    ModelOptions,
+    Opened,
+    ends_of,
+    find_model,
+    form_of,
+    open_adapter,
+    open_model,
+)
 from jaxtrain.host import distributed, extras, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import MeshShape
+from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.ops.row_adapters import Additions
+from jaxtrain.predict.heads import Model
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
+from jaxtrain.serve.classify import Classifier
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.front import REPLICA, Replica, make_front
-from jaxtrain.serve.opening import ModelOptions, Opened, ends_of, open_adapter, open_model
 from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
 KEY = "JAXTRAIN_API_KEY"
+OF_DECODERS = ("adapter", "chat_template", "readers", "chunk", "page", "longest", "pages", "draft")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions(ModelOptions):
-    """Serves a trained decoder over OpenAI's API: completions, chat completions, models.
+    """Serves a trained decoder over OpenAI's API: completions, chat completions, embeddings; or a
+    classifier of texts, as vLLM does.
 
     Many requests share two compiled programs, and the tokens of a request do not depend on who else
     is served. With JAXTRAIN_API_KEY in the environment clients must give that key. SIGTERM lets
@@ -54,7 +67,7 @@ class ServeOptions(ModelOptions):
     port: int = 8000
     """Port to listen on; 0 is a free one."""
     slots: int = 16
-    """Answers that are written at once, at least 2."""
+    """Answers that are written at once, at least 2; of a classifier, texts of a batch."""
     readers: int = 4
     """Prompts that are read at once, at least 2."""
     chunk: int = 64
@@ -111,12 +124,19 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     name = options.name or os.path.basename(os.path.abspath(options.model))
     given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
     limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
+    _check_form(options)
     _log_requests()
     if options.replicas > 1:
         return _serve_replicas(options, limits, name=name, **given)
     if REPLICA in os.environ:
         threading.Thread(target=_end_with_the_front, daemon=True).start()
-    opened, mesh = options.open("decoder")
+    opened, mesh = options.open("decoder", "encoder")
+    guard = {"limits": limits, "key": os.environ.get(KEY) or None}
+    if isinstance(opened.model, EncoderConfig):
+        classifier = Classifier(Model(opened, mesh, rows=options.slots))
+        classifier.warm_up()
+        listen(make_app(classifier, name, **guard), name=name, **given)
+        return 0
     adapters = _adapters(options.adapter, name, opened)
     draft = None
     if options.draft is not None:
@@ -139,9 +159,27 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     )
     reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
     engine.warm_up()
-    app = make_app(engine, reader, limits=limits, key=os.environ.get(KEY) or None)
-    listen(app, name=name, **given)
+    listen(make_app(engine, reader, **guard), name=name, **given)
     return 0
+
+
+def _check_form(options: ServeOptions) -> None:
+    """Raises ValueError for a model that is not served, and for flags of another's."""
+    folder, model, _ = find_model(options.model)
+    form = form_of(model)
+    head = model.head if form == "encoder" else None
+    if form not in ("decoder", "encoder") or head not in (None, "classes"):
+        what = f"the form {form}" if head is None else f"the head {head!r}"
+        command = "generate" if form == "encoder-decoder" else "predict"
+        raise ValueError(
+            f"the model in '{folder}' has {what}, which is not served: use `jaxtrain {command}`"
+        )
+    for name in OF_DECODERS if form == "encoder" else ():
+        if (value := getattr(options, name)) != getattr(ServeOptions, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}, and the model in '{folder}' is a "
+                "classifier, which does not read it: leave it out"
+            )
 
 
 def _serve_replicas(options: ServeOptions, limits: Limits, *, name: str, **given: Any) -> int:

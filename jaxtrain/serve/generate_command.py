@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
+from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
 from jaxtrain.host.least import check_least
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.generate import beam_search, padded_length, prompts, stream, whole_rows
 from jaxtrain.serve.api import Text
 from jaxtrain.serve.command import template_of
-from jaxtrain.serve.opening import ModelOptions, Opened, ends_of
 
 # New tokens, where --max-tokens is left out.
 MOST = 256

@@ -14,10 +14,10 @@ from jaxtrain.evaluate import command
 from jaxtrain.evaluate.command import perplexity
 from jaxtrain.evaluate.harness import harness_model, written
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
+from jaxtrain.hf.opening import Opened
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import Opened
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from tests.commands import refused
 

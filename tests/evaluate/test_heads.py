@@ -45,7 +45,7 @@ def test_a_span_is_right_as_a_whole():
 
 def stub(monkeypatch, opened_model, folder, said):
     """A model that says what a test has it say."""
-    from jaxtrain.serve import opening
+    from jaxtrain.hf import opening
 
     opened = opening.Opened(opened_model, None, None, str(folder), ((), ()))
     monkeypatch.setattr(opening, "open_model", lambda *forms, **given: opened)

@@ -14,8 +14,8 @@ from jaxtrain.data.enclosed import FIRST, MASK
 from jaxtrain.evaluate.intervals import interval
 from jaxtrain.evaluate.pairs import preferences
 from jaxtrain.evaluate.scoring import MaskedScorer
+from jaxtrain.hf.opening import Opened
 from jaxtrain.models import encoder
-from jaxtrain.serve.opening import Opened
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from tests.commands import refused, run
 from tests.evaluate.test_evaluate import log_softmax, opened

@@ -17,14 +17,15 @@ from experiments.gpt import Config, build
 from jaxtrain import hf
 from jaxtrain.data import ByteTokenizer, SubwordTokenizer
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.hf import opening
+from jaxtrain.hf.opening import Opened, open_model
 from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import main
-from jaxtrain.serve import command, opening
+from jaxtrain.serve import command
 from jaxtrain.serve.command import listen, reader_of, template_of
-from jaxtrain.serve.opening import Opened, open_model
 from jaxtrain.sharding.mesh import make_mesh
 from tests.commands import refused
 from tests.experiments.test_gpt import SMALL
