@@ -26,6 +26,7 @@ from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf.family import OURS
+from jaxtrain.hf.opening import find_model, form_of
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect
 from jaxtrain.methods.population import Population
@@ -34,7 +35,6 @@ from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
 from jaxtrain.run import trained
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
-from jaxtrain.serve.opening import find_model, form_of
 from jaxtrain.sharding.rules import Rules, batch_parts
 from jaxtrain.tree import map_named, named_leaves
 

@@ -68,7 +68,7 @@ def test_every_module_imports_without_optional_packages():
 # file is a floor of its own.
 FLOORS = """
 host decisions tree jaxprs data loss sharding ops precision stages state layout compile optim flops
-finetune models engines step methods experiment build planning run hf serve predict evaluate compare
+finetune models engines step methods experiment build planning run hf predict serve evaluate compare
 landscape cli __main__
 """
 RUN_FLOORS = """
@@ -122,7 +122,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 61159
+CEILING = 61403
 
 
 def test_the_house_does_not_grow_unseen():

@@ -33,6 +33,7 @@ ABSENT = {
     r"^jaxtrain launch": "a GPU for each of 8 processes; tests/run/test_launch.py starts two",
     r"^jaxtrain watch (?!.*--terminal)": "a browser: it serves until it is interrupted",
     r"^jaxtrain serve": "it serves until it is interrupted; tests/serve/test_command.py starts it",
+    r"^curl": "a server of a classifier; tests/serve/test_classify.py starts one",
     r"--tasks hellaswag": "the harness's tasks; tests/evaluate has some of its own",
     r"^tpu_setup/|^export TPU_": "gcloud; tests/tpu_setup runs the scripts with stand-ins",
     r"^set [-+]a|^\. ": "the shell of a GPU host",
@@ -229,7 +230,7 @@ MADE = {
     r"teacher runs/teacher": [f"{GPT_RUN} runs/teacher"],
     r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],
     r"--init-from runs/masked": [f"python -m experiments.bert {SHORT} 2 --run-dir runs/masked"],
-    r"evaluate runs/classes": [
+    r"evaluate --run runs/classes": [
         f"python -m experiments.bert --task classify {SHORT} 2 --run-dir runs/classes".replace(
             "texts/", "rows.csv"
         )
@@ -238,7 +239,7 @@ MADE = {
         f"python -m experiments.t5 {SHORT} 8 --run-dir runs/spans"
     ],
     **{
-        rf"(predict --run|evaluate) runs/{name}": [
+        rf"(predict|evaluate) --run runs/{name}": [
             f"python -m experiments.{of} {SHORT} 2 --run-dir runs/{name} --task {task} "
             f"--data {rows}"
         ]

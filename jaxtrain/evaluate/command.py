@@ -9,23 +9,19 @@ import sys
 import time
 from typing import Any
 
-import tyro
-
 import jaxtrain
 from jaxtrain import data
 from jaxtrain.evaluate import heads, pairs
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
+from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, exists, make_folder
-from jaxtrain.layout import MeshShape
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.predict.heads import Model
 from jaxtrain.run import trained
-from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import Opened, mesh_for, open_model
 
 # In the folder of a run that has been evaluated.
 RESULTS = "evaluations.jsonl"
@@ -33,8 +29,8 @@ RESULTS = "evaluations.jsonl"
 ROWS = 4096
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluateOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(ModelOptions):
     """Evaluates a trained decoder: perplexity and bits per byte of texts, and tasks of
     lm-evaluation-harness. Of another model it says how often its classes, tags, answers or texts
     are right, with a picture of which classes are taken for which. Decoders and encoders of masked
@@ -44,10 +40,6 @@ class EvaluateOptions:
     command.
     """
 
-    model: tyro.conf.Positional[str]
-    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
-    step: int | None = None
-    """Which checkpoint of a run; left out, the best one."""
     data: tuple[str, ...] = ()
     """Texts, as --data of an experiment names them: files and folders; or, where the model is no
     decoder, files of rows as `jaxtrain predict` reads, with what is right. All of each is read,
@@ -77,9 +69,6 @@ class EvaluateOptions:
     """Rows of a batch."""
     out: str | None = None
     """File to add the results to as a line of JSON, in place of that of the run."""
-    mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
-    simulate_devices: int = 0
-    """Evaluate on this many simulated CPU devices; 0 on the real ones."""
 
 
 def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
@@ -94,10 +83,7 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
         make_folder(as_path(options.out).parent)  # not when all has been computed
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
-    if options.simulate_devices:
-        simulate_devices(options.simulate_devices)
-    mesh = mesh_for(options.mesh)
-    opened = open_model(options.model, *trained.FORMS, mesh=mesh, step=options.step)
+    opened, mesh = options.open(*trained.FORMS)
     path = options.out
     if path is None and exists(as_path(opened.folder) / "checkpoints"):
         path = str(as_path(opened.folder) / RESULTS)
@@ -228,8 +214,9 @@ def _tasks(options: EvaluateOptions, opened: Opened, scorer: Scorer, mesh: Any) 
 
     sizes = {"slots": max(2, options.rows), "longest": scorer.longest, "mesh": mesh}
     engine = Engine(opened.model, opened.params, **sizes)
+    ends = ends_of(opened.folder, opened.tokenizer)
     found = lm_eval.simple_evaluate(
-        harness_model(opened.tokenizer, scorer, engine),
+        harness_model(opened.tokenizer, scorer, engine, ends),
         tasks=list(options.tasks),
         num_fewshot=options.shots,
         limit=options.limit,

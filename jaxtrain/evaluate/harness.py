@@ -15,10 +15,11 @@ from jaxtrain.serve.engine import Engine, Request
 MOST = 256
 
 
-def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine) -> Any:
+def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine, ends: Sequence[int]) -> Any:
     """Makes the model that ``lm_eval.simple_evaluate`` takes.
 
-    Choices are scored by ``scorer``, and texts are written by ``engine``, many at once.
+    Choices are scored by ``scorer``, and texts are written by ``engine``, many at once, up to
+    one of ``ends``.
 
     Raises:
       ImportError: lm_eval is not installed.
@@ -64,13 +65,17 @@ def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine) -> Any:
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm=False) -> list[str]:
             del disable_tqdm
-            return written(tokenizer, engine, [request.args for request in requests])
+            asked = [request.args for request in requests]
+            return written(tokenizer, engine, asked, frozenset(ends))
 
     return Model()
 
 
-def written(tokenizer: Tokenizer, engine: Engine, asked: Sequence[tuple[str, dict]]) -> list[str]:
-    """Returns what the model writes after each context, by the harness's options.
+def written(
+    tokenizer: Tokenizer, engine: Engine, asked: Sequence[tuple[str, dict]], ends: frozenset[int]
+) -> list[str]:
+    """Returns what the model writes after each context, by the harness's options, up to one of
+    one of ``ends``.
 
     Raises:
       ValueError: for an option that is not known here, which would change results.
@@ -84,15 +89,14 @@ def written(tokenizer: Tokenizer, engine: Engine, asked: Sequence[tuple[str, dic
         drawn = options.pop("do_sample", False)
         temperature = float(options.pop("temperature", 1.0 if drawn else 0.0)) if drawn else 0.0
         options.pop("temperature", None)
-        top_p = options.pop("top_p", 1.0)
-        top_k = options.pop("top_k", None)
+        cuts = {name: options.pop(name) for name in ("top_k", "top_p", "min_p") if name in options}
         if options:
             raise ValueError(f"the task's generation options {sorted(options)} are not known here")
         most = min(int(most), engine.longest - 1)
         prompt = tokenizer.encode(context).tolist() or [tokenizer.eod]
         prompt = prompt[-(engine.longest - most) :]
-        ends = frozenset([tokenizer.eod])
-        number = engine.submit(Request(prompt, most, temperature, top_k, top_p, len(found), ends))
+        request = Request(prompt, most, temperature, seed=len(found), ends=ends, **cuts)
+        number = engine.submit(request)
         texts[number], found[number] = Text(until), ""
     while engine.is_busy:
         for event in engine.step():
@@ -100,6 +104,7 @@ def written(tokenizer: Tokenizer, engine: Engine, asked: Sequence[tuple[str, dic
             if text.stopped:
                 continue
             (piece,) = tokenizer.token_pieces([event.token])
+            piece = b"" if event.token in ends else piece
             found[event.number] += text.add(piece, last=event.reason is not None)
             if text.stopped and event.reason is None:
                 engine.cancel(event.number)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.evaluate.answers import answers_of, exact_match, word_f1
-from jaxtrain.evaluate.groups import by_group, table_lines
+from jaxtrain.evaluate.groups import accuracy, by_group, class_measures, macro_f1, table_lines
 from jaxtrain.host import pictures
 from jaxtrain.predict.heads import Model, head_of, predictions, records_of, spans_of
 
@@ -69,22 +69,6 @@ def report(
     if any(name.startswith("B-") for name in model.classes):
         found["spans"] = _of_spans(told)
     return found, counts
-
-
-def class_measures(counts_KK: np.ndarray) -> dict[str, np.ndarray]:
-    """The precision, recall and F1 of each class [K], of counts by what is right and what is said;
-    0 where nothing is counted.
-
-    >>> measures = class_measures(np.array([[3, 1], [0, 0]]))
-    >>> measures["recall"].tolist(), measures["precision"].tolist()
-    ([0.75, 0.0], [1.0, 0.0])
-    """
-    hits, right, said = np.diag(counts_KK), counts_KK.sum(1), counts_KK.sum(0)
-    return {
-        "precision": hits / np.maximum(said, 1),
-        "recall": hits / np.maximum(right, 1),
-        "f1": 2 * hits / np.maximum(said + right, 1),
-    }
 
 
 def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
@@ -160,19 +144,20 @@ def _of_classes(
     names: Sequence[str], right_N: Sequence[str], said_N: Sequence[str]
 ) -> tuple[dict[str, Any], np.ndarray]:
     number = {name: i for i, name in enumerate(names)}
+    sides = tuple(np.array([number[x] for x in side], int) for side in (right_N, said_N))
     counts_KK = np.zeros((len(names), len(names)), int)
-    np.add.at(counts_KK, tuple([number[x] for x in side] for side in (right_N, said_N)), 1)
-    measures, total = class_measures(counts_KK), int(counts_KK.sum())
-    occurs = (counts_KK.sum(0) + counts_KK.sum(1)) > 0
+    np.add.at(counts_KK, sides, 1)
+    measures = class_measures(*sides, len(names))
+    del measures["occurs"]
     by_name = {
         name: {each: float(values[i]) for each, values in measures.items()}
         | {"count": int(counts_KK[i].sum())}
         for i, name in enumerate(names)
     }
     found = {
-        "count": total,
-        "accuracy": float(np.trace(counts_KK) / max(total, 1)),
-        "macro_f1": float(measures["f1"][occurs].mean()) if total else 0.0,
+        "count": len(sides[0]),
+        "accuracy": accuracy(*sides) if len(sides[0]) else 0.0,
+        "macro_f1": macro_f1(*sides) if len(sides[0]) else 0.0,
         "classes": by_name,
     }
     return found, counts_KK

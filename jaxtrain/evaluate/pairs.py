@@ -15,8 +15,8 @@ from jaxtrain import data
 from jaxtrain.data.enclosed import MASK, row_ends, special_id
 from jaxtrain.evaluate.intervals import interval
 from jaxtrain.evaluate.scoring import MaskedScorer, Row, Scorer
+from jaxtrain.hf.opening import Opened
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.serve.opening import Opened
 
 SIDES = ("more", "less")
 

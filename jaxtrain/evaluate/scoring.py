@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
-from jaxtrain.models.generate import padded_length
+from jaxtrain.models.generate import by_length, padded_length, whole_rows
 from jaxtrain.serve.engine import row_length
-from jaxtrain.sharding.rules import batch_parts
 
 
 class Row(NamedTuple):
@@ -54,7 +53,7 @@ class Scorer:
     ):
         self.longest = row_length(model, longest, least=1)
         self._params, self._mesh = params, mesh
-        self._rows = -(-rows // batch_parts(mesh)) * batch_parts(mesh)
+        self._rows = whole_rows(rows, mesh)
         self._run = jax.jit(functools.partial(_log_probs, model))
 
     def __call__(self, rows: Iterable[Row]) -> list[Scored]:
@@ -66,10 +65,8 @@ class Scorer:
                     f"a row of {len(row.tokens)} tokens has {row.counted} to score: give 2 to "
                     f"{self.longest + 1}, and score at most all but the first"
                 )
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
         found: dict[int, Scored] = {}
-        for start in range(0, len(order), self._rows):
-            part = order[start : start + self._rows]
+        for part in by_length([len(row.tokens) for row in rows], self._rows):
             found.update(zip(part, self._batch([rows[i] for i in part]), strict=True))
         return [found[i] for i in range(len(rows))]
 
@@ -114,7 +111,7 @@ class MaskedScorer:
             raise ValueError(f"head is {model.head!r}: give a model that fills in masked tokens")
         self.longest, self._ends, self._mask = model.seq_len - 2, ends, mask
         self._params, self._mesh = params, mesh
-        self._rows = -(-rows // batch_parts(mesh)) * batch_parts(mesh)
+        self._rows = whole_rows(rows, mesh)
         self._run = jax.jit(functools.partial(encoder.log_probs, model))
 
     def __call__(self, sentences: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -131,9 +128,8 @@ class MaskedScorer:
                 )
         found = [np.zeros(len(tokens)) for tokens in sentences]
         places = [(i, t) for i, tokens in enumerate(sentences) for t in range(len(tokens))]
-        places.sort(key=lambda place: -len(sentences[place[0]]))
-        for start in range(0, len(places), self._rows):
-            part = places[start : start + self._rows]
+        for numbers in by_length([len(sentences[i]) for i, _ in places], self._rows):
+            part = [places[number] for number in numbers]
             for (i, t), score in zip(part, self._batch(sentences, part), strict=False):
                 found[i][t] = score
         return found

@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ from jaxtrain.models.decoding import Cache, Decoder, decoder_of, pin_cache
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.sampling import Draws, Own, Sampling, draw, make_sampling
 from jaxtrain.sharding.placement import gather
+from jaxtrain.sharding.rules import batch_parts
 
 Config = DecoderConfig | T5Config
 # The shortest rows that a program is compiled for.
@@ -50,6 +51,22 @@ def padded_length(count: int) -> int:
     (16, 64, 128)
     """
     return max(SHORTEST, 1 << (count - 1).bit_length())
+
+
+def by_length(sizes: Sequence[int], rows: int) -> Iterator[list[int]]:
+    """Yields the numbers of rows of some sizes, the longest first, at most ``rows`` at a time, so
+    that a batch is padded to lengths alike.
+
+    >>> list(by_length([3, 9, 4], 2))
+    [[1, 2], [0]]
+    """
+    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+    yield from (order[start : start + rows] for start in range(0, len(order), rows))
+
+
+def whole_rows(rows: int, mesh: Mesh) -> int:
+    """Returns how many rows a batch of so many has where all devices that split it have some."""
+    return -(-rows // batch_parts(mesh)) * batch_parts(mesh)
 
 
 @jax.tree_util.register_dataclass
@@ -87,8 +104,9 @@ def generate(
     without a mesh.
 
     The logits are, in this order, divided for tokens that have occurred by the repetition penalty
-    (multiplied where negative), divided by the temperature, and cut to the ``top_k`` largest and
-    then to the smallest set of probability ``top_p``; ties with the last one kept are kept.
+    (multiplied where negative), divided by the temperature, and cut to the ``top_k`` largest, to
+    the smallest set of probability ``top_p``, and to those at least ``min_p`` times as probable as
+    the most probable one; ties with the last one kept are kept.
 
     Args:
       config, params: the model; it computes in the dtype of ``params``.
@@ -98,7 +116,7 @@ def generate(
       rng: key for sampling; not needed at temperature 0.
       prompt_lengths: int [B], tokens of each prompt; left out, P for all.
       temperature: left out, 1; 0 takes the most probable token.
-      top_k, top_p: truncations; left out, none.
+      top_k, top_p, min_p: truncations; left out, none.
       repetition_penalty: 1 means none (Keskar et al. 2019, https://arxiv.org/abs/1909.05858); it is
         for tokens of a prompt or a target, and not of a source.
       repetition_window: of which so many last tokens alone count; left out, all.

@@ -23,6 +23,7 @@ class Sampling:
     temperature: float | None
     top_k: int | None
     top_p: float | None
+    min_p: float | None
     repetition_penalty: float | None
     repetition_window: int | None
     min_tokens: int | None
@@ -44,6 +45,7 @@ def make_sampling(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     repetition_penalty: float = 1.0,
     repetition_window: int | None = None,
     min_tokens: int = 0,
@@ -63,6 +65,8 @@ def make_sampling(
         raise ValueError(f"top_k={top_k} must be from 1 to the vocabulary's {vocab_size}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"min_p={min_p} must be from 0 to 1")
     if not 0 < repetition_penalty < np.inf:
         raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0 and finite")
     if repetition_window is not None and repetition_window < 1:
@@ -75,6 +79,7 @@ def make_sampling(
         temperature=temperature if temperature > 0 else None,
         top_k=None if top_k is None else np.int32(top_k),
         top_p=top_p,
+        min_p=np.float32(min_p) if min_p else None,
         repetition_penalty=repetition_penalty if penalised else None,
         repetition_window=np.int32(repetition_window) if penalised and repetition_window else None,
         min_tokens=np.int32(min_tokens) if min_tokens and ends else None,
@@ -134,6 +139,7 @@ class RowSampling(NamedTuple):
     temperature: jax.Array  # 0 takes the most probable token
     top_k: jax.Array  # int32; the vocabulary's size leaves all
     top_p: jax.Array  # 1 leaves all
+    min_p: jax.Array  # 0 leaves all
     seed: jax.Array  # uint32
     repetition: jax.Array  # 1 penalises nothing; so does 0 of the next two
     frequency: jax.Array  # for each time that a token was written
@@ -141,11 +147,14 @@ class RowSampling(NamedTuple):
     least: jax.Array  # int32, tokens that are written before one that ends the row
     ends: jax.Array  # int32 [B, E], filled up with -1
     begin: jax.Array  # int32, tokens of the prompt
+    biased: jax.Array  # int32 [B, M], tokens whose logits are raised; filled up beyond any
+    bias: jax.Array  # [B, M], by how much
 
 
 class History(NamedTuple):
     """What rows have read and written: ``tokens`` [R, S] by position, where each row is drawn for
-    as often as there are more logits than R; read only where ``asked``, for any row."""
+    as often as there are more logits than R; read, as penalties and biases are, only where
+    ``asked``, for any row."""
 
     tokens: jax.Array
     asked: jax.Array
@@ -163,14 +172,14 @@ def draw_rows(
     """
 
     def drawn() -> jax.Array:
-        def row(logits_V, position, temperature, top_k, top_p, seed):
+        def row(logits_V, position, temperature, top_k, top_p, min_p, seed):
             # Of a temperature near 0 nothing overflows.
             logits_V = logits_V / jnp.maximum(temperature, 1e-6)
-            logits_V = truncate(logits_V, top_k=top_k, top_p=top_p)
+            logits_V = truncate(logits_V, top_k=top_k, top_p=top_p, min_p=min_p)
             key = jax.random.fold_in(jax.random.key(seed), position)
             return jax.random.categorical(key, logits_V)
 
-        drawn_B = jax.vmap(row)(adjusted_BV, positions_B, *sampling[:4])
+        drawn_B = jax.vmap(row)(adjusted_BV, positions_B, *sampling[:5])
         return jnp.where(sampling.temperature > 0, drawn_B, best_B).astype(jnp.int32)
 
     adjusted_BV = jax.lax.cond(
@@ -186,20 +195,23 @@ def draw_rows(
 def adjusted_rows(
     sampling: RowSampling, tokens_RS: jax.Array, logits_BV: jax.Array, positions_B: jax.Array
 ) -> jax.Array:
-    """Penalises what each row has before a position, as transformers and vLLM do (repetition, also
-    of the prompt) and OpenAI (what was written, by its count and by its presence), and leaves out
-    ends where the row is to be longer. A row that asks for nothing keeps its bits."""
+    """Adds a row's biases, penalises what it has before a position, as transformers and vLLM do
+    (repetition, also of the prompt) and OpenAI (what was written, by its count and by its
+    presence), and leaves out ends where the row is to be longer. A row that asks for nothing keeps
+    its bits."""
     (B, V), S = logits_BV.shape, tokens_RS.shape[1]
     tokens_BS = jnp.repeat(tokens_RS, B // tokens_RS.shape[0], axis=0)
     nothing_BT, at_B1 = jnp.zeros((B, 0), jnp.int32), positions_B[:, None]
     whole = Own(tokens_BS, positions_B)
     seen_BV = occurred(whole, nothing_BT, 0, window=None, vocab_size=V)
+    add = jax.vmap(lambda values, tokens, more: values.at[tokens].add(more, mode="drop"))
+    logits_BV = add(logits_BV.astype(jnp.float32), sampling.biased, sampling.bias)
     # Of a penalty near 0 nothing overflows.
     repetition_B1 = jnp.maximum(sampling.repetition, 1e-6)[:, None]
-    logits_BV = penalise(logits_BV.astype(jnp.float32), seen_BV, repetition_B1)
+    logits_BV = penalise(logits_BV, seen_BV, repetition_B1)
     is_new_BS = (jnp.arange(S) >= sampling.begin[:, None]) & (jnp.arange(S) < at_B1)
-    add = jax.vmap(lambda counts, tokens: counts.at[tokens].add(1, mode="drop"))
-    counts_BV = add(jnp.zeros((B, V), jnp.float32), jnp.where(is_new_BS, tokens_BS, V))
+    new_BS = jnp.where(is_new_BS, tokens_BS, V)
+    counts_BV = add(jnp.zeros((B, V), jnp.float32), new_BS, jnp.ones((B, S), jnp.float32))
     logits_BV -= sampling.frequency[:, None] * counts_BV
     logits_BV -= sampling.presence[:, None] * (counts_BV > 0)
     early_B1 = at_B1 - sampling.begin[:, None] < sampling.least[:, None]
@@ -210,8 +222,9 @@ def _choose(rng, logits_BV, sampling: Sampling) -> jax.Array:
     if sampling.temperature is None:
         return logits_BV.argmax(axis=-1).astype(jnp.int32)
     logits_BV = logits_BV / sampling.temperature
-    if sampling.top_k is not None or sampling.top_p is not None:
-        logits_BV = truncate(logits_BV, top_k=sampling.top_k, top_p=sampling.top_p)
+    cuts = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p")}
+    if any(cut is not None for cut in cuts.values()):
+        logits_BV = truncate(logits_BV, **cuts)
     return jax.random.categorical(rng, logits_BV).astype(jnp.int32)
 
 
@@ -276,11 +289,15 @@ def penalise(logits_BV: jax.Array, seen_BV: jax.Array, penalty: float) -> jax.Ar
     return jnp.where(seen_BV, penalised, logits_BV)
 
 
-def truncate(logits_BV: jax.Array, *, top_k: int | None, top_p: float | None) -> jax.Array:
-    """Sets to -inf all but the ``top_k`` largest, then all but the nucleus of mass ``top_p``.
+def truncate(
+    logits_BV: jax.Array, *, top_k: int | None, top_p: float | None, min_p: float | None = None
+) -> jax.Array:
+    """Sets to -inf all but the ``top_k`` largest, then all but the nucleus of mass ``top_p``, then
+    all that are less probable than ``min_p`` times the most probable.
 
     Nucleus sampling is Holtzman et al. 2019, https://arxiv.org/abs/1904.09751: tokens in falling
-    order of probability until they sum to ``top_p``.
+    order of probability until they sum to ``top_p``. Min-p is Nguyen et al. 2024,
+    https://arxiv.org/abs/2407.01082.
 
     >>> truncate(jnp.log(jnp.array([0.5, 0.3, 0.2])), top_k=None, top_p=0.6) > -jnp.inf
     Array([ True,  True, False], dtype=bool)
@@ -295,4 +312,6 @@ def truncate(logits_BV: jax.Array, *, top_k: int | None, top_p: float | None) ->
         # The first token stays, also where a tiny `top_p` is 0 in float32.
         falling = jnp.where((above < jnp.maximum(top_p, 1e-6)) | (top_p >= 1.0), falling, -jnp.inf)
     least = jnp.where(falling > -jnp.inf, falling, jnp.inf).min(axis=-1, keepdims=True)
+    if min_p is not None:
+        least = jnp.maximum(least, falling[..., :1] + jnp.log(min_p))
     return jnp.where(logits_BV >= least, logits_BV, -jnp.inf)

@@ -6,36 +6,26 @@ import itertools
 import json
 import sys
 import time
-from typing import Annotated
 
-import tyro
-
-from jaxtrain.host import quiet
+from jaxtrain.hf.opening import ModelOptions
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import absolute, make_folder
-from jaxtrain.layout import MeshShape
 from jaxtrain.predict.heads import Model, head_of, predictions
-from jaxtrain.run.main import simulate_devices
-from jaxtrain.serve.opening import mesh_for, open_model
 
 
-@dataclasses.dataclass(frozen=True)
-class PredictOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictOptions(ModelOptions):
     """Predicts with a trained model: classes of texts or images, tags of words, answers to
     questions, or the text that an encoder-decoder writes. Each row gives one line of JSON, in the
     order of the rows.
     """
 
-    model: Annotated[str, tyro.conf.arg(aliases=["--run"])]
-    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
     data: str
     """Rows (JSONL, CSV, TSV, Parquet) with the fields that training reads: text and perhaps
     text_pair; tokens; question and context; source; or image, a path from the folder of the file.
     Or an .npz of images."""
     out: str | None = None
     """File to write; left out, standard output."""
-    step: int | None = None
-    """Which checkpoint of a run; left out, the best one."""
     field: str = "text"
     """The field of a text to classify."""
     seq_len: int | None = None
@@ -50,9 +40,6 @@ class PredictOptions:
     """Texts that are followed at a time; 1 always takes the most probable token."""
     rows: int = 16
     """Rows of a batch."""
-    mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
-    simulate_devices: int = 0
-    """Predict on this many simulated CPU devices; 0 on the real ones."""
 
 
 def run_predict(options: PredictOptions, rest: list[str]) -> int:
@@ -64,12 +51,7 @@ def run_predict(options: PredictOptions, rest: list[str]) -> int:
         if out == absolute(options.data):
             raise ValueError(f"--out is '{out}', the file of the rows: give another")
         make_folder(out.parent)
-    if options.simulate_devices:
-        simulate_devices(options.simulate_devices)
-    quiet.start()
-    mesh = mesh_for(options.mesh)
-    forms = "encoder", "encoder-decoder", "vit"
-    opened = open_model(options.model, *forms, mesh=mesh, step=options.step)
+    opened, mesh = options.open("encoder", "encoder-decoder", "vit")
     names = {field.name for field in dataclasses.fields(Model)} - {"mesh"}
     given = {name: value for name, value in vars(options).items() if name in names}
     model = Model(opened, mesh, **given)

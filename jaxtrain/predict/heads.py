@@ -17,13 +17,12 @@ from jax.sharding import Mesh
 from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
 from jaxtrain.data.sources import rows_in
+from jaxtrain.hf.opening import Opened, ends_of, fields_of, form_of
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, vit
-from jaxtrain.models.generate import beam_search, generate, padded_length
+from jaxtrain.models.generate import beam_search, by_length, generate, padded_length, whole_rows
 from jaxtrain.run import trained
-from jaxtrain.serve.opening import Opened, ends_of, fields_of, form_of
 from jaxtrain.sharding.placement import UnevenWarning
-from jaxtrain.sharding.rules import batch_parts
 
 # Records that are read before they are sorted by length and predicted.
 RECORDS = 4096
@@ -57,7 +56,7 @@ class Model:
     @property
     def size(self) -> int:
         """Rows of a batch."""
-        return -(-self.rows // batch_parts(self.mesh)) * batch_parts(self.mesh)
+        return whole_rows(self.rows, self.mesh)
 
     @property
     def length(self) -> int:
@@ -148,8 +147,17 @@ def records_of(path: str, fields: Sequence[str]) -> Iterator[Record]:
 def classify(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
     """The class of each text, or pair of texts."""
     parts = ([str(row.get(name) or "") for row in records] for name in (model.field, "text_pair"))
-    given = {"typed": _is_typed(model)}
-    rows = TextRows(model.opened.tokenizer, *parts, model.length, **given)
+    return classes_of(model, text_rows(model, *parts))
+
+
+def text_rows(model: Model, texts: Sequence[str], pairs: Sequence[str]) -> TextRows:
+    """Texts, or pairs of them, as the model reads them."""
+    typed = _is_typed(model)
+    return TextRows(model.opened.tokenizer, texts, pairs, model.length, typed=typed)
+
+
+def classes_of(model: Model, rows: Any) -> Iterator[dict[str, Any]]:
+    """The class of each row of texts or images."""
     return (_class(model, logits_C) for logits_C in outputs(model, rows))
 
 
@@ -167,7 +175,7 @@ def classify_images(model: Model, records: Sequence[Record]) -> Iterator[dict[st
         pixels = trained.stored(folder).get("pixels")
     rows = data.Images(images, np.zeros(len(found), np.int32))
     rows = rows if pixels is None else data.Normalized(rows, **pixels)
-    return (_class(model, logits_C) for logits_C in outputs(model, rows))
+    return classes_of(model, rows)
 
 
 def tag(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
@@ -254,23 +262,25 @@ def outputs(model: Model, rows: Any) -> list[np.ndarray]:
     found: list[Any] = [None] * len(rows)
     for part in batches(model, [size(i) if size else 1 for i in range(len(rows))]):
         stop = padded_length(size(part[0])) if size else None
-        made = [rows[index] for index in part]
-        names = made[0].keys() & {"tokens", "segments", "types", "image"}
-        batch = {name: np.stack([row[name][:stop] for row in made]) for name in names}
-        with jax.set_mesh(model.mesh), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UnevenWarning)  # Memory is for those who train.
-            logits = jax.device_get(model.run(model.opened.params, batch))
+        logits = run_batch(model, [rows[index] for index in part], stop)
         for index, each in zip(part, logits, strict=True):
             found[index] = each
     return found
 
 
+def run_batch(model: Model, rows: Sequence[Record], stop: int | None) -> np.ndarray:
+    """The logits of a whole batch of rows, cut behind ``stop`` tokens."""
+    names = rows[0].keys() & {"tokens", "segments", "types", "image"}
+    batch = {name: np.stack([row[name][:stop] for row in rows]) for name in names}
+    with jax.set_mesh(model.mesh), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnevenWarning)  # Memory is for those who train.
+        return jax.device_get(model.run(model.opened.params, batch))
+
+
 def batches(model: Model, sizes: Sequence[int]) -> Iterator[list[int]]:
-    """Yields the numbers of rows, the longest first, as many as a batch has; the last one is filled
-    with its last row."""
-    order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    for start in range(0, len(order), model.size):
-        part = order[start : start + model.size]
+    """Yields the numbers of rows by length, as many as a batch has; the last one is filled with its
+    last row."""
+    for part in by_length(sizes, model.size):
         yield part + part[-1:] * (model.size - len(part))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxtrain.serve.api import Asked, Reader, Text, Told, Writer
 from jaxtrain.serve.engine import Event, Request
-from jaxtrain.serve.worker import FAILED
+from jaxtrain.serve.worker import FAILED, Worker
 
 log = logging.getLogger(__name__)
 # Seconds to the first token, for /metrics.
@@ -43,12 +44,32 @@ class Numbers:
         self.first.update(limit for limit in BUCKETS if seconds <= limit)
 
 
+class Calls:
+    """A request that is answered as a whole, by calls of the thread between steps of the engine."""
+
+    streams = False
+
+    def __init__(self, worker: Worker, numbers: Numbers, limits: Limits):
+        self._worker, self._numbers = worker, numbers
+        self._ends = time.monotonic() + limits.seconds
+
+    async def each(self, call: Callable[[Any], Any], parts: Sequence[Any]) -> AsyncIterator[Any]:
+        """Yields what a call finds of each part; others are answered between two of them."""
+        self._numbers.live += 1
+        try:
+            for part in parts:
+                found = asyncio.wrap_future(self._worker.call(functools.partial(call, part)))
+                yield await asyncio.wait_for(found, self._ends - time.monotonic())
+        finally:
+            self._numbers.live -= 1
+
+
 class Answer:
     """One request while it is answered."""
 
     def __init__(self, worker, reader: Reader, asked: Asked, numbers: Numbers, limits):
         self._worker, self._asked, self._numbers, self._limits = worker, asked, numbers, limits
-        self._writer = Writer(asked, reader.tokenizer)
+        self._writer = Writer(asked, reader.tokenizer, worker.engine.fingerprint)
         self._reader, self._begun, self._first = reader, time.monotonic(), None
         self._written, self._cancels = 0, {}
         self._echo: tuple[Sequence[int], list[Told]] | None = None

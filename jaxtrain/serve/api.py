@@ -5,7 +5,7 @@ import dataclasses
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
 from jaxtrain.data.tokenizers import Tokenizer
 from jaxtrain.serve.engine import Event, Request
-from jaxtrain.serve.programs import ENDS, TOP
+from jaxtrain.serve.programs import BIASES, ENDS, TOP
 
 # Name: (kind, default, least, most).
 _NUMBERS: dict[str, tuple[type, Any, float, float]] = {
@@ -21,7 +21,8 @@ _NUMBERS: dict[str, tuple[type, Any, float, float]] = {
     "max_completion_tokens": (int, None, 0, math.inf),
     "temperature": (float, 1.0, 0, 100),
     "top_p": (float, 1.0, 0, 1),
-    "top_k": (int, None, 1, math.inf),
+    "top_k": (int, -1, -1, math.inf),  # vLLM's: below 1 all
+    "min_p": (float, 0.0, 0, 1),
     "min_tokens": (int, 0, 0, math.inf),
     "repetition_penalty": (float, 1.0, 0, 100),
     "frequency_penalty": (float, 0.0, -2, 2),
@@ -30,18 +31,35 @@ _NUMBERS: dict[str, tuple[type, Any, float, float]] = {
     "seed": (int, None, -(2**63), 2**64 - 1),
 }
 _ABOVE_LEAST = {"top_p", "repetition_penalty"}
-_SHAPING = ("min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_SHAPING = ("temperature", "top_k", "top_p", "min_p", "min_tokens")
+_SHAPING += ("repetition_penalty", "frequency_penalty", "presence_penalty")
 # What clients send with a value that asks for nothing; another is refused.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
     "best_of": (1,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "store": (False,),
+    "continue_final_message": (False,),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "priority": (0,),
     "response_format": ({"type": "text"},),
-    "tools": ([],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "suffix": ("",),
     "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
 }
-_COMMON = {"model", "stream", "stream_options", "stop", "user", "metadata"}
+# Read by nobody: what they say of the client changes no answer.
+_OF_CLIENTS = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+_COMMON = {"model", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos"}
+_COMMON |= {"logit_bias", "parallel_tool_calls"} | _OF_CLIENTS
 DEFAULT_TOKENS = 16
 # Answers to one request.
 MOST = 1024
@@ -108,14 +126,11 @@ class Reader:
           LookupError: there is no such model.
           ValueError: what is asked cannot be done, in one sentence.
         """
-        if not isinstance(body, dict):
-            raise ValueError("the body must be a JSON object")
-        body = {name: value for name, value in body.items() if value is not None}
         own = {"messages", "top_logprobs"} if chat else {"prompt", "echo"}
-        known = _COMMON | own | {"logprobs"} | _NUMBERS.keys() | _NEUTRAL.keys()
-        if unknown := sorted(body.keys() - known):
-            raise ValueError(f"{unknown[0]} is not known here: leave it out")
+        own |= _COMMON | {"logprobs"}
+        body = checked(body, own | _NUMBERS.keys() | _NEUTRAL.keys())
         for name, neutral in _NEUTRAL.items():
+            neutral = (1, body.get("n", 1)) if name == "best_of" else neutral
             if name in body and body[name] not in neutral:
                 raise ValueError(f"{name} is {body[name]!r}, which is not offered: leave it out")
         model, adapter = self.model_of(body)
@@ -130,12 +145,16 @@ class Reader:
             raise ValueError(
                 f"{len(rows)} prompts with n={given['n']} ask for more than {MOST} answers"
             )
+        ends = self._ends(body)
+        if given["top_k"] < 1:
+            given["top_k"] = None
+        biases = self._biases(body)
         count = given["max_completion_tokens"]
         count = given["max_tokens"] if count is None else count
-        if given["min_tokens"] and len(self.ends) > ENDS:
+        if given["min_tokens"] and len(ends) > ENDS:
             raise ValueError(
-                f"min_tokens is {given['min_tokens']}: this model has {len(self.ends)} tokens that "
-                f"end an answer, and at most {ENDS} can be held back; leave it out"
+                f"min_tokens is {given['min_tokens']}: {len(ends)} tokens end this answer, and at "
+                f"most {ENDS} can be held back; leave it out"
             )
         requests = []
         for row in rows:
@@ -161,19 +180,37 @@ class Reader:
                     Request(
                         row,
                         most,
-                        given["temperature"],
-                        given["top_k"],
-                        given["top_p"],
-                        number % 2**32,
-                        self.ends,
-                        top,
-                        adapter,
+                        seed=number % 2**32,
+                        ends=ends,
+                        top_logprobs=top,
+                        adapter=adapter,
+                        logit_bias=biases,
                         **{name: given[name] for name in _SHAPING},
                     )
                 )
         usage = _flag(options, "include_usage")
         asked = tuple(requests), len(rows), chat, model, _stops(body)
         return Asked(*asked, logprobs, echo, stream, usage)
+
+    def _ends(self, body: Mapping[str, Any]) -> frozenset[int]:
+        """The tokens that end an answer: the model's, unless they are to be ignored, and more."""
+        more = body.get("stop_token_ids", [])
+        size = self.tokenizer.vocab_size
+        if not isinstance(more, list) or not all(type(x) is int and 0 <= x < size for x in more):
+            raise ValueError(f"stop_token_ids must be a list of numbers from 0 to {size - 1}")
+        return frozenset(more) | (frozenset() if _flag(body, "ignore_eos") else self.ends)
+
+    def _biases(self, body: Mapping[str, Any]) -> dict[int, float]:
+        """What is added to the logits of tokens, as OpenAI has it: {"50256": -100}."""
+        given, size = body.get("logit_bias", {}), self.tokenizer.vocab_size
+        if not isinstance(given, dict) or len(given) > BIASES:
+            raise ValueError(f"logit_bias must be an object of at most {BIASES} tokens")
+        for name, value in given.items():
+            if not (name.isdecimal() and name.isascii() and int(name) < size):
+                raise ValueError(f"logit_bias has the token {name!r}: give 0 to {size - 1}")
+            if type(value) not in (int, float) or not -100 <= value <= 100:
+                raise ValueError(f"logit_bias of {name} is {value!r}: give a number, -100 to 100")
+        return {int(name): float(value) for name, value in given.items()}
 
     def model_of(self, body: Mapping[str, Any]) -> tuple[str, str | None]:
         """Returns the name of the model that is asked for, and that of the adapter, if it is one;
@@ -228,6 +265,16 @@ class Reader:
             plain.append({"role": each["role"], "content": content})
         ids, _ = next(encode_marked([self.template.prompt(plain)], self.tokenizer))
         return [*self.begin[1], *ids.tolist()]
+
+
+def checked(body: Any, known: Set[str]) -> dict[str, Any]:
+    """Returns the fields of a body of JSON that are given; raises ValueError for unknown ones."""
+    if not isinstance(body, dict):
+        raise ValueError("the body must be a JSON object")
+    body = {name: value for name, value in body.items() if value is not None}
+    if unknown := sorted(body.keys() - known):
+        raise ValueError(f"{unknown[0]} is not known here: leave it out")
+    return body
 
 
 def _number(body: Mapping[str, Any], name: str) -> Any:
@@ -325,7 +372,7 @@ class Told:
 class Writer:
     """Writes the answers of one request."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer):
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, fingerprint: str | None = None):
         kind = "chat.completion" if asked.chat else "text_completion"
         begin = "chatcmpl-" if asked.chat else "cmpl-"
         self._asked, self._tokenizer = asked, tokenizer
@@ -335,6 +382,7 @@ class Writer:
             "object": kind + chunk,
             "created": int(time.time()),
             "model": asked.model,
+            "system_fingerprint": fingerprint,
         }
 
     def piece(self, event: Event) -> bytes:

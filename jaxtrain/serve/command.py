@@ -1,4 +1,4 @@
-"""``jaxtrain serve``: OpenAI's API for a trained decoder."""
+"""``jaxtrain serve``: OpenAI's API for a trained decoder, and vLLM's for a classifier."""
 
 import contextlib
 import dataclasses
@@ -13,37 +13,48 @@ from typing import Any
 
 import jax
 import tyro
+from jax.sharding import Mesh
 
 from jaxtrain.data.chat import ChatTemplate, load_template
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.host import distributed, extras
+from jaxtrain.hf.opening import (
+    ModelOptions,
+    Opened,
+    ends_of,
+    find_model,
+    form_of,
+    open_adapter,
+    open_model,
+)
+from jaxtrain.host import distributed, extras, quiet
 from jaxtrain.host.least import check_least
+from jaxtrain.layout import MeshShape
+from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.ops.row_adapters import Additions
+from jaxtrain.predict.heads import Model
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
+from jaxtrain.serve.classify import Classifier
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.front import REPLICA, Replica, make_front
-from jaxtrain.serve.opening import Opened, ends_of, open_adapter, open_decoder
 from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.mesh import make_mesh
 
 KEY = "JAXTRAIN_API_KEY"
+OF_DECODERS = ("adapter", "chat_template", "readers", "chunk", "page", "longest", "pages", "draft")
 
 
-@dataclasses.dataclass(frozen=True)
-class ServeOptions:
-    """Serves a trained decoder over OpenAI's API: completions, chat completions, models.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeOptions(ModelOptions):
+    """Serves a trained decoder over OpenAI's API: completions, chat completions, embeddings; or a
+    classifier of texts, as vLLM does.
 
     Many requests share two compiled programs, and the tokens of a request do not depend on who else
     is served. With JAXTRAIN_API_KEY in the environment clients must give that key. SIGTERM lets
     open requests end.
     """
 
-    model: tyro.conf.Positional[str]
-    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
-    step: int | None = None
-    """Which checkpoint of a run; left out, the best one."""
     name: str | None = None
     """The model's name in the API; left out, that of its folder."""
     adapter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -56,7 +67,7 @@ class ServeOptions:
     port: int = 8000
     """Port to listen on; 0 is a free one."""
     slots: int = 16
-    """Answers that are written at once, at least 2."""
+    """Answers that are written at once, at least 2; of a classifier, texts of a batch."""
     readers: int = 4
     """Prompts that are read at once, at least 2."""
     chunk: int = 64
@@ -78,21 +89,30 @@ class ServeOptions:
     a name. The answers stay the model's own."""
     draft_tokens: int = 4
     """Tokens that the draft guesses in a step."""
-    tensor: int = 1
-    """Devices that heads, MLP width and vocabulary are split over."""
     replicas: int = 1
     """Processes that each serve the model, on GPUs of their own, behind one address; a request goes
     to one that has read its beginning, or has the least to do."""
-    simulate_devices: int = 0
-    """Serve on this many simulated CPU devices; 0 on the real ones."""
+
+    def start(self) -> Mesh:
+        """Makes the mesh, which is split over ``tensor`` alone."""
+        tensor = self.mesh.tensor
+        if self.mesh != MeshShape(tensor=tensor):
+            raise ValueError(
+                "--mesh has more axes than tensor, over which alone a server splits its model: "
+                "leave them out, or give --replicas"
+            )
+        if self.simulate_devices:
+            simulate_devices(self.simulate_devices)
+        quiet.start()
+        if not 1 <= tensor <= len(jax.devices()):
+            raise ValueError(f"--mesh.tensor is {tensor}: {len(jax.devices())} devices are here")
+        return make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
 
 
 def run_serve(options: ServeOptions, rest: list[str]) -> int:
     """Serves until a signal ends it."""
     del rest
-    check_least(
-        options, port=0, max_requests=1, drain_seconds=0, tensor=1, draft_tokens=1, replicas=1
-    )
+    check_least(options, port=0, max_requests=1, drain_seconds=0, draft_tokens=1, replicas=1)
     if options.port >= 2**16:
         raise ValueError(f"--port is {options.port}: give a number from 0 to 65535")
     if options.draft is None and options.draft_tokens != ServeOptions.draft_tokens:
@@ -104,21 +124,23 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     name = options.name or os.path.basename(os.path.abspath(options.model))
     given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
     limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
+    _check_form(options)
     _log_requests()
     if options.replicas > 1:
         return _serve_replicas(options, limits, name=name, **given)
     if REPLICA in os.environ:
         threading.Thread(target=_end_with_the_front, daemon=True).start()
-    if options.simulate_devices:
-        simulate_devices(options.simulate_devices)
-    if options.tensor > len(jax.devices()):
-        raise ValueError(f"--tensor is {options.tensor}: {len(jax.devices())} devices are here")
-    mesh = make_mesh(tensor=options.tensor, devices=jax.devices()[: options.tensor])
-    opened = open_decoder(options.model, mesh=mesh, step=options.step)
+    opened, mesh = options.open("decoder", "encoder")
+    guard = {"limits": limits, "key": os.environ.get(KEY) or None}
+    if isinstance(opened.model, EncoderConfig):
+        classifier = Classifier(Model(opened, mesh, rows=options.slots))
+        classifier.warm_up()
+        listen(make_app(classifier, name, **guard), name=name, **given)
+        return 0
     adapters = _adapters(options.adapter, name, opened)
     draft = None
     if options.draft is not None:
-        guesses = open_decoder(options.draft, mesh=mesh)
+        guesses = open_model(options.draft, "decoder", mesh=mesh)
         check_tokens(guesses, opened)
         draft = guesses.model, guesses.params
     engine = Engine(
@@ -137,9 +159,27 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     )
     reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
     engine.warm_up()
-    app = make_app(engine, reader, limits=limits, key=os.environ.get(KEY) or None)
-    listen(app, name=name, **given)
+    listen(make_app(engine, reader, **guard), name=name, **given)
     return 0
+
+
+def _check_form(options: ServeOptions) -> None:
+    """Raises ValueError for a model that is not served, and for flags of another's."""
+    folder, model, _ = find_model(options.model)
+    form = form_of(model)
+    head = model.head if form == "encoder" else None
+    if form not in ("decoder", "encoder") or head not in (None, "classes"):
+        what = f"the form {form}" if head is None else f"the head {head!r}"
+        command = "generate" if form == "encoder-decoder" else "predict"
+        raise ValueError(
+            f"the model in '{folder}' has {what}, which is not served: use `jaxtrain {command}`"
+        )
+    for name in OF_DECODERS if form == "encoder" else ():
+        if (value := getattr(options, name)) != getattr(ServeOptions, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}, and the model in '{folder}' is a "
+                "classifier, which does not read it: leave it out"
+            )
 
 
 def _serve_replicas(options: ServeOptions, limits: Limits, *, name: str, **given: Any) -> int:
@@ -162,10 +202,10 @@ def _serve_replicas(options: ServeOptions, limits: Limits, *, name: str, **given
 def replica_command(options: ServeOptions) -> list[str]:
     """Returns the line that serves as one replica of several."""
     alone = dataclasses.replace(options, replicas=1, host="127.0.0.1", port=0)
-    command = [sys.executable, "-m", "jaxtrain", "serve", options.model]
+    command = [sys.executable, "-m", "jaxtrain", "serve", f"--mesh.tensor={options.mesh.tensor}"]
     for field in dataclasses.fields(alone):
         value, flag = getattr(alone, field.name), f"--{field.name.replace('_', '-')}"
-        if field.name != "model" and value != field.default:
+        if field.name != "mesh" and value != field.default:
             values = value if isinstance(value, tuple) else (value,)
             command += [f"{flag}={each}" for each in values]
     return command
@@ -173,17 +213,17 @@ def replica_command(options: ServeOptions) -> list[str]:
 
 def replica_environments(options: ServeOptions, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the variables of each replica, which sees GPUs of its own."""
-    gpus = distributed.count_gpus(environ)
+    gpus, tensor = distributed.count_gpus(environ), options.mesh.tensor
     is_cpu = options.simulate_devices or environ.get("JAX_PLATFORMS", "").startswith("cpu")
     if is_cpu or not gpus:
         return [dict(environ)] * options.replicas
-    if options.replicas * options.tensor > gpus:
+    if options.replicas * tensor > gpus:
         raise ValueError(
-            f"--replicas is {options.replicas}: with --tensor {options.tensor} they need "
-            f"{options.replicas * options.tensor} GPUs, and {gpus} are here"
+            f"--replicas is {options.replicas}: with --mesh.tensor {tensor} they need "
+            f"{options.replicas * tensor} GPUs, and {gpus} are here"
         )
     named = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    parts = (named[i * options.tensor :][: options.tensor] for i in range(options.replicas))
+    parts = (named[i * tensor :][:tensor] for i in range(options.replicas))
     return [{**environ, "CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
 
 

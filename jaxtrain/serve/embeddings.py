@@ -1,16 +1,14 @@
 """OpenAI's embeddings: hidden states of the served model behind its last layer, one vector of unit
 length for each text."""
 
-import asyncio
 import base64
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxtrain.serve.answer import Limits, Numbers
-from jaxtrain.serve.api import Reader
+from jaxtrain.serve.answer import Calls, Limits, Numbers
+from jaxtrain.serve.api import Reader, checked
 from jaxtrain.serve.worker import Worker
 
 # Name: what it may be, of which the first is what is left out.
@@ -20,7 +18,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-class Embeddings:
+class Embeddings(Calls):
     """One request for embeddings.
 
     Raises:
@@ -28,14 +26,9 @@ class Embeddings:
       ValueError: what is asked cannot be done, in one sentence.
     """
 
-    streams = False
-
     def __init__(self, worker: Worker, reader: Reader, body: Any, numbers: Numbers, limits: Limits):
-        if not isinstance(body, dict):
-            raise ValueError("the body must be a JSON object")
-        body = {name: value for name, value in body.items() if value is not None}
-        if unknown := sorted(body.keys() - {"model", "input", "user", *_CHOICES}):
-            raise ValueError(f"{unknown[0]} is not known here: leave it out")
+        super().__init__(worker, numbers, limits)
+        body = checked(body, {"model", "input", "user", *_CHOICES})
         chosen = {name: body.get(name, known[0]) for name, known in _CHOICES.items()}
         for name, known in _CHOICES.items():
             if chosen[name] not in known:
@@ -47,26 +40,21 @@ class Embeddings:
                 f"input has a text of {most} tokens, which exceeds the {reader.longest} of this "
                 "server"
             )
-        self._chosen, self._worker, self._numbers = chosen, worker, numbers
-        self._ends = time.monotonic() + limits.seconds
+        self._chosen = chosen
 
     async def whole(self) -> dict[str, Any]:
         engine, pooling = self._worker.engine, self._chosen["pooling"]
         vectors: list[Any] = [None] * len(self._rows)
-        self._numbers.live += 1
-        try:
-            # A call for each group: others are answered meanwhile.
-            for group in engine.groups(self._rows):
-                rows = [self._rows[index] for index in group]
-                call = self._worker.call(
-                    lambda rows=rows: engine.embed(rows, pooling=pooling, adapter=self._adapter)
-                )
-                left = self._ends - time.monotonic()
-                found = await asyncio.wait_for(asyncio.wrap_future(call), left)
-                for index, vector in zip(group, found, strict=True):
-                    vectors[index] = self._written(vector)
-        finally:
-            self._numbers.live -= 1
+
+        def embed(group: Sequence[int]) -> Any:
+            rows = [self._rows[index] for index in group]
+            return zip(
+                group, engine.embed(rows, pooling=pooling, adapter=self._adapter), strict=True
+            )
+
+        async for found in self.each(embed, engine.groups(self._rows)):
+            for index, vector in found:
+                vectors[index] = self._written(vector)
         read = sum(map(len, self._rows))
         self._numbers.read += read
         data = [

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from jaxtrain.ops.linear import kernel_rules
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.row_adapters import Additions, with_adapters
 from jaxtrain.serve.pages import PagePool, digests_of
-from jaxtrain.serve.programs import ENDS, Drawn, Rows, advance, embedded, scored, speculate
+from jaxtrain.serve.programs import BIASES, ENDS, Drawn, Rows, advance, embedded, scored, speculate
 from jaxtrain.sharding.rules import param_shardings
 
 
@@ -42,13 +43,15 @@ from jaxtrain.sharding.rules import param_shardings
 class Request:
     """What is asked: to continue ``prompt``, at least one token, by ``max_tokens`` or until one of
     ``ends`` is written, which is none of the first ``min_tokens``; by an adapter of the engine, or
-    the model alone. The penalties are those of :func:`jaxtrain.models.sampling.adjusted_rows`."""
+    the model alone. The penalties, and ``logit_bias`` by token, are those of
+    :func:`jaxtrain.models.sampling.adjusted_rows`."""
 
     prompt: Sequence[int]
     max_tokens: int
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     ends: frozenset[int] = frozenset()
     top_logprobs: int = 0
@@ -57,12 +60,13 @@ class Request:
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
-    def reads_history(self) -> bool:
-        """Whether the tokens that came before change what is drawn, beside the logits."""
+    def adjusts(self) -> bool:
+        """Whether something changes the logits before the temperature."""
         penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-        return self.min_tokens > 0 or penalties != (1, 0, 0)
+        return self.min_tokens > 0 or penalties != (1, 0, 0) or bool(self.logit_bias)
 
 
 class Event(NamedTuple):
@@ -164,6 +168,7 @@ class Engine:
             np.zeros(slots, np.float32),
             np.full(slots, model.vocab_size, np.int32),
             np.ones(slots, np.float32),
+            np.zeros(slots, np.float32),
             np.zeros(slots, np.uint32),
             np.ones(slots, np.float32),
             np.zeros(slots, np.float32),
@@ -171,6 +176,8 @@ class Engine:
             np.zeros(slots, np.int32),
             np.full((slots, ENDS), -1, np.int32),
             np.zeros(slots, np.int32),
+            np.full((slots, BIASES), model.vocab_size, np.int32),
+            np.zeros((slots, BIASES), np.float32),
         )
         self._history = np.zeros((slots, longest), np.int32)
         self._last = np.zeros(slots, np.int32)
@@ -210,6 +217,16 @@ class Engine:
         """Number of programs that have been compiled."""
         return sum(each._cache_size() for each in {self._reads, self._writes})
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Names the configuration: of equal ones on equal machines a request has the same bits."""
+        dtypes = sorted({str(x.dtype) for x in jax.tree.leaves((self._params, self._caches))})
+        kind = jax.devices()[0].device_kind, jax.__version__
+        sizes = len(self.rows), self._readers, self.chunk, self.page, self._drafts
+        mesh = None if self._mesh is None else dict(self._mesh.shape)
+        whole = repr((self.model, sizes, dtypes, mesh, kind)).encode()
+        return "fp_" + hashlib.blake2b(whole, digest_size=6).hexdigest()
+
     @property
     def is_busy(self) -> bool:
         """Whether a request is being answered or waits."""
@@ -238,6 +255,10 @@ class Engine:
             raise ValueError(
                 f"min_tokens is given with {len(request.ends)} tokens that end an answer: at most "
                 f"{ENDS} can be held back"
+            )
+        if len(request.logit_bias) > BIASES:
+            raise ValueError(
+                f"logit_bias has {len(request.logit_bias)} tokens: give at most {BIASES}"
             )
         if tokens.min() < 0 or tokens.max() >= self.model.vocab_size:
             raise ValueError(
@@ -361,11 +382,14 @@ class Engine:
             self._table[slot] = 0
             self._table[slot, : len(pages)] = pages
             top_k = min(request.top_k or self.model.vocab_size, self.model.vocab_size)
-            chosen = request.temperature, top_k, request.top_p, request.seed % 2**32
+            chosen = request.temperature, top_k, request.top_p, request.min_p
+            chosen += (request.seed % 2**32,)
             chosen += request.repetition_penalty, request.frequency_penalty
             held = sorted(request.ends) if request.min_tokens else []
             held += [-1] * (ENDS - len(held))
             chosen += request.presence_penalty, request.min_tokens, held, len(request.prompt)
+            filled = [*request.logit_bias.items(), *[(self.model.vocab_size, 0.0)] * BIASES]
+            chosen += tuple(zip(*filled[:BIASES], strict=True))
             self._history[slot, : len(request.prompt)] = request.prompt
             for array, value in zip(self._sampling, chosen, strict=True):
                 array[slot] = value
@@ -408,7 +432,7 @@ class Engine:
     def _call(self, program, slots, own, table, tokens_BC, start_B, count_B) -> Drawn:
         sampling = RowSampling(*(x[own] for x in self._sampling))
         want = any(self.rows[slot].request.top_logprobs for slot in slots)
-        asked = np.array(any(self.rows[slot].request.reads_history for slot in slots))
+        asked = np.array(any(self.rows[slot].request.adjusts for slot in slots))
         rows = Rows(table, tokens_BC, start_B, count_B, sampling, want, self._adapter[own], None)
         # Copies: what is handed over is read while the host goes on.
         rows = jax.tree.map(np.array, rows)

@@ -5,41 +5,32 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Annotated
 
 import jax
 import numpy as np
-import tyro
 from jax.sharding import Mesh
 
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
-from jaxtrain.host import quiet
+from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
 from jaxtrain.host.least import check_least
-from jaxtrain.layout import MeshShape
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.generate import beam_search, padded_length, prompts, stream
-from jaxtrain.run.main import simulate_devices
+from jaxtrain.models.generate import beam_search, padded_length, prompts, stream, whole_rows
 from jaxtrain.serve.api import Text
 from jaxtrain.serve.command import template_of
-from jaxtrain.serve.opening import Opened, ends_of, mesh_for, open_model
-from jaxtrain.sharding.rules import batch_parts
 
 # New tokens, where --max-tokens is left out.
 MOST = 256
+CUTS = ("top_k", "top_p", "min_p")
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateOptions:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(ModelOptions):
     """Writes text with a trained model, and shows it as it comes: what continues a prompt, the
     target of an encoder-decoder's source, or the answers of a chat.
 
     Only what is written is printed on standard output. The speed follows on standard error.
     """
 
-    model: Annotated[str, tyro.conf.arg(aliases=["--run"])]
-    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
-    step: int | None = None
-    """Which checkpoint of a run; left out, the best one."""
     prompt: str | None = None
     """Text to continue, or the source; left out, standard input. It may spell out special tokens of
     the tokenizer, except in a chat."""
@@ -62,6 +53,8 @@ class GenerateOptions:
     """Draw from the k most probable tokens."""
     top_p: float | None = 0.95
     """Draw from the smallest set of tokens with this much probability."""
+    min_p: float | None = None
+    """Draw from tokens that are at least this many times as probable as the most probable one."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that have occurred become less probable."""
     repetition_window: int | None = None
@@ -72,9 +65,6 @@ class GenerateOptions:
     """Number of texts to write; all but the first are shown when all are written."""
     beams: int = 1
     """Number of texts that a search for the most probable text follows; 1 searches for none."""
-    mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
-    simulate_devices: int = 0
-    """Write on this many simulated CPU devices; 0 on the real ones."""
 
 
 def run_generate(options: GenerateOptions, rest: list[str]) -> int:
@@ -87,7 +77,7 @@ def run_generate(options: GenerateOptions, rest: list[str]) -> int:
             raise ValueError(f"{flag} is given without --chat, which alone reads it: give both")
     if options.chat and options.samples > 1:
         raise ValueError(f"--samples is {options.samples}, and --chat needs one answer: give one")
-    for name in ("samples", "temperature", "top_k", "top_p") if options.beams > 1 else ():
+    for name in ("samples", "temperature", *CUTS) if options.beams > 1 else ():
         if (value := getattr(options, name)) not in (0, getattr(GenerateOptions, name)):
             raise ValueError(
                 f"--{name.replace('_', '-')} {value} is for texts that are drawn, and --beams "
@@ -97,11 +87,7 @@ def run_generate(options: GenerateOptions, rest: list[str]) -> int:
         raise ValueError("--stop has an empty text, which every text has: leave it out")
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed is {options.seed}: give a number from 0 to 2^32 - 1")
-    if options.simulate_devices:
-        simulate_devices(options.simulate_devices)
-    quiet.start()
-    mesh = mesh_for(options.mesh)
-    opened = open_model(options.model, "decoder", "encoder-decoder", mesh=mesh, step=options.step)
+    opened, mesh = options.open("decoder", "encoder-decoder")
     writer = Writer(options, opened, mesh)
     with _to_the_end():
         if options.chat:
@@ -225,8 +211,7 @@ class Writer:
             size = max(len(row), min(size, model.seq_len))
             most = most or max(1, min(MOST, model.seq_len - len(row)))
         # All devices that split rows have some; lengths in powers of two are few programs.
-        parts = batch_parts(self._mesh)
-        rows = np.zeros((-(-options.samples // parts) * parts, size), np.int32)
+        rows = np.zeros((whole_rows(options.samples, self._mesh), size), np.int32)
         rows[:, : len(row)] = row
         given = {
             "prompt_lengths": [len(row)] * len(rows),
@@ -241,7 +226,7 @@ class Writer:
                 found, _ = beam_search(model, params, rows, beams=options.beams, **given)
             yield from np.asarray(found).T
             return
-        drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p")}
+        drawn = {name: getattr(options, name) for name in ("temperature", *CUTS)}
         # Each text of a chat has draws of its own.
         rng, self._texts = jax.random.key(options.seed + self._texts), self._texts + 1
         batch = prompts(model, rows, rng=rng, **given, **drawn)

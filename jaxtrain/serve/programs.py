@@ -21,6 +21,8 @@ from jaxtrain.ops.row_adapters import choose
 TOP = 20
 # Most tokens that may end a request which is to have a least length.
 ENDS = 16
+# Most tokens that a request may bias.
+BIASES = 300
 # The keys and values of each model's pages.
 Caches = Sequence[tuple[jax.Array, jax.Array]]
 
@@ -33,7 +35,8 @@ class Rows(NamedTuple):
       tokens: int32 [B, C], of which ``count`` [B] are read from position ``start`` [B] on.
       want: bool, whether any row is to have alternatives.
       adapter: int32 [B].
-      history: the tokens of the rows, where any row is to have penalties or a least length.
+      history: the tokens of the rows, where any row is to have penalties, biases or a least
+        length.
     """
 
     table: Any

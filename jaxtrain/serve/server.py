@@ -12,32 +12,68 @@ import hmac
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.host import extras
-from jaxtrain.serve.answer import BUCKETS, DEFAULT_LIMITS, Answer, Limits, Numbers
+from jaxtrain.serve.answer import BUCKETS, DEFAULT_LIMITS, Answer, Calls, Limits, Numbers
 from jaxtrain.serve.api import Reader
+from jaxtrain.serve.classify import Classification, Classifier
 from jaxtrain.serve.embeddings import Embeddings
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.worker import FAILED, Worker
 
 
 def make_app(
-    engine: Engine,
-    reader: Reader,
-    *,
-    limits: Limits = DEFAULT_LIMITS,
-    key: str | None = None,
+    engine: Engine | Classifier, reader: Reader | str, *, limits: Limits = DEFAULT_LIMITS, **given
 ) -> Any:
-    """Makes the application: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/models,
-    /health, /metrics.
+    """Makes the application of a decoder, /v1/completions, /v1/chat/completions and /v1/embeddings,
+    or that of a classifier, /v1/classify; with /v1/models, /health and /metrics.
 
     Args:
-      key: what clients must give as an API key; None asks for none.
+      reader: what reads the requests for a decoder; of a classifier, its name.
+      **given: ``key``, as for :func:`application`.
 
     Raises:
       ImportError: starlette is not installed.
+    """
+    worker, numbers = Worker(engine), Numbers()
+    if isinstance(engine, Classifier):
+        classes = lambda body: Classification(worker, reader, body, numbers, limits)  # noqa: E731
+        paths, models = {"classify": classes}, (reader,)
+    else:
+
+        def completion(body: Any, *, chat: bool) -> Answer:
+            seed = int.from_bytes(os.urandom(4), "little")
+            asked = reader.read(body, chat=chat, seed=seed)
+            return Answer(worker, reader, asked, numbers, limits)
+
+        paths, models = (
+            {
+                "completions": functools.partial(completion, chat=False),
+                "chat/completions": functools.partial(completion, chat=True),
+                "embeddings": lambda body: Embeddings(worker, reader, body, numbers, limits),
+            },
+            reader.models,
+        )
+    return application(worker, numbers, paths, models, limits=limits, **given)
+
+
+def application(
+    worker: Worker,
+    numbers: Numbers,
+    paths: Mapping[str, Callable[[Any], Answer | Calls]],
+    models: Sequence[str],
+    *,
+    limits: Limits,
+    key: str | None = None,
+) -> Any:
+    """Makes the application around a worker, which it starts.
+
+    Args:
+      paths: what reads a request, by the path behind /v1/.
+      models: the name of the model, and those of its adapters.
+      key: what clients must give as an API key; None asks for none.
     """
     extras.load("a server needs starlette", "serve", "starlette.applications")
     from starlette.applications import Starlette
@@ -45,7 +81,7 @@ def make_app(
     from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.routing import Route
 
-    worker, numbers, started = Worker(engine), Numbers(), int(time.time())
+    started = int(time.time())
     worker.start()
 
     def refused(status: int, sentence: str) -> Response:
@@ -57,21 +93,8 @@ def make_app(
         # Headers are bytes, which are told as Latin-1.
         return key is None or hmac.compare_digest(given.encode("latin-1"), key.encode())
 
-    async def completions(request: Any) -> Response:
-        return await answer(request, functools.partial(completion, chat=False))
-
-    async def chats(request: Any) -> Response:
-        return await answer(request, functools.partial(completion, chat=True))
-
-    def completion(body: Any, *, chat: bool) -> Answer:
-        seed = int.from_bytes(os.urandom(4), "little")
-        asked = reader.read(body, chat=chat, seed=seed)
-        return Answer(worker, reader, asked, numbers, limits)
-
-    async def embeddings(request: Any) -> Response:
-        return await answer(request, lambda body: Embeddings(worker, reader, body, numbers, limits))
-
-    async def answer(request: Any, read: Callable[[Any], Answer | Embeddings]) -> Response:
+    async def answer(request: Any) -> Response:
+        read = paths[request.url.path.removeprefix("/v1/")]
         if not is_known(request):
             return refused(401, "the API key is missing or wrong: give it as a bearer token")
         if not worker.is_well:
@@ -138,11 +161,11 @@ def make_app(
             finally:
                 await self.body_iterator.aclose()
 
-    async def models(request: Any) -> Response:
+    async def names(request: Any) -> Response:
         if not is_known(request):
             return refused(401, "the API key is missing or wrong: give it as a bearer token")
         one = {"object": "model", "created": started, "owned_by": "jaxtrain"}
-        base, *adapters = reader.models
+        base, *adapters = models
         data = [one | {"id": base}, *(one | {"id": each, "parent": base} for each in adapters)]
         return JSONResponse({"object": "list", "data": data})
 
@@ -160,17 +183,10 @@ def make_app(
         yield  # Open requests have ended when this goes on.
         worker.close()
 
-    app = Starlette(
-        routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chats, methods=["POST"]),
-            Route("/v1/embeddings", embeddings, methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/health", health),
-            Route("/metrics", metrics),
-        ],
-        lifespan=lifespan,
-    )
+    told = {"/v1/models": names, "/health": health, "/metrics": metrics}
+    routes = [Route(f"/v1/{path}", answer, methods=["POST"]) for path in paths]
+    routes += [Route(path, tell) for path, tell in told.items()]
+    app = Starlette(routes=routes, lifespan=lifespan)
     app.state.worker = worker
     return app
 
@@ -225,6 +241,9 @@ def _metrics(worker: Worker, numbers: Numbers) -> str:
     of_status = ((f'{{status="{status}"}}', count) for status, count in answers)
     tell("requests_total", "counter", "Answers by HTTP status.", *of_status)
     tell("requests_live", "gauge", "Requests that are being answered.", ("", numbers.live))
+    tell("prompt_tokens_total", "counter", "Tokens of prompts.", ("", numbers.read))
+    if isinstance(engine, Classifier):
+        return "\n".join(lines) + "\n"
     tell("requests_waiting", "gauge", "Choices without a slot.", ("", len(engine.waiting)))
     busy = sum(row is not None for row in engine.rows)
     tell("slots_busy", "gauge", "Slots that write or read.", ("", busy))
@@ -232,7 +251,6 @@ def _metrics(worker: Worker, numbers: Numbers) -> str:
     tell("pages_free", "gauge", "Pages that a request may take.", ("", engine.pool.free))
     tell("pages", "gauge", "Pages in all.", ("", engine.pool.count - 1))
     tell("steps_total", "counter", "Steps of the engine.", ("", worker.steps))
-    tell("prompt_tokens_total", "counter", "Tokens of prompts.", ("", numbers.read))
     tell("written_tokens_total", "counter", "Tokens written.", ("", worker.written))
     tell("draft_tokens_total", "counter", "Tokens that a draft has guessed.", ("", engine.guessed))
     tell("draft_right_total", "counter", "Guesses that were right.", ("", engine.right))

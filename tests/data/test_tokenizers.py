@@ -19,9 +19,9 @@ from jaxtrain.data import (
 )
 from jaxtrain.data.chat import Conversation, encode_marked
 from jaxtrain.data.tokenizers import KINDS
+from jaxtrain.hf.opening import Opened
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.serve import generate_command
-from jaxtrain.serve.opening import Opened
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",

@@ -14,12 +14,15 @@ from jaxtrain.evaluate import command
 from jaxtrain.evaluate.command import perplexity
 from jaxtrain.evaluate.harness import harness_model, written
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
+from jaxtrain.hf.opening import Opened
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
-from jaxtrain.serve.opening import Opened
+from jaxtrain.serve.server import make_app
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from tests.commands import refused
+from tests.serve.conftest import listening
 
 MODEL = DecoderConfig(
     vocab_size=257,
@@ -143,19 +146,24 @@ def test_a_text_that_is_written_ends_before_what_a_task_names():
     mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
     model = opened(mesh)
     engine = Engine(MODEL, model.params, slots=4, chunk=16, page=16)
+    ends = frozenset([model.tokenizer.eod])
     asked = [("a context", {"max_gen_toks": 12}), ("x" * 99, {"until": ["\0"], "max_gen_toks": 5})]
-    whole, other = written(model.tokenizer, engine, asked)
+    whole, other = written(model.tokenizer, engine, asked, ends)
     stop = whole[4:6]
-    (cut,) = written(model.tokenizer, engine, [("a context", asked[0][1] | {"until": stop})])
+    short = [("a context", asked[0][1] | {"until": stop})]
+    (cut,) = written(model.tokenizer, engine, short, ends)
     assert cut == whole[: whole.index(stop)]
+    end = model.tokenizer.encode(whole).tolist()[3]  # a model may name more ends than one
+    (cut,) = written(model.tokenizer, engine, asked[:1], ends | {end})
+    assert cut == whole[: whole.index(chr(end))]
     assert other
-    with pytest.raises(ValueError, match="min_p"):
-        written(model.tokenizer, engine, [("a", {"min_p": 0.1})])
+    with pytest.raises(ValueError, match="typical_p"):
+        written(model.tokenizer, engine, [("a", {"typical_p": 0.1})], ends)
 
 
 def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys):
-    assert "neither --data nor --tasks" in refused(capsys, "evaluate", str(tmp_path))
-    asked = ["evaluate", str(tmp_path), "--data", "python"]
+    assert "neither --data nor --tasks" in refused(capsys, "evaluate", "--model", str(tmp_path))
+    asked = ["evaluate", "--model", str(tmp_path), "--data", "python"]
     assert "neither a run nor" in refused(capsys, *asked)
     assert "--mesh.pipe 2" in refused(capsys, *asked, "--mesh.pipe", "2")
     assert "--stride is 0" in refused(capsys, *asked, "--stride", "0")
@@ -203,20 +211,10 @@ def tasks(folder):
     return [local | each for each in (choices, rolling, writes)]
 
 
-@pytest.mark.slow
-def test_tasks_come_to_what_the_harness_s_own_model_comes_to(tmp_path):
-    lm_eval = pytest.importorskip("lm_eval")
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    from lm_eval.models.huggingface import HFLM
-
-    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
-    model = opened(mesh)
-    scorer = Scorer(MODEL, model.params, mesh=mesh)
-    engine = Engine(MODEL, model.params, slots=4)
-    ours = harness_model(model.tokenizer, scorer, engine)
-    ours = lm_eval.simple_evaluate(ours, tasks=tasks(tmp_path), bootstrap_iters=0)
-    hf.save(tmp_path / "model", MODEL, jax.device_get(model.params))
+def saved(model, folder):
+    """The model's folder, and its bytes as a tokenizer of transformers, which is there too."""
+    transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
+    hf.save(folder, MODEL, jax.device_get(model.params))
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     names = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
@@ -227,9 +225,63 @@ def test_tasks_come_to_what_the_harness_s_own_model_comes_to(tmp_path):
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=library, eos_token="<end>", pad_token="<end>"
     )
+    fast.save_pretrained(folder)
+    return fast
+
+
+@pytest.mark.slow
+def test_tasks_come_to_what_the_harness_s_own_model_comes_to(tmp_path):
+    lm_eval = pytest.importorskip("lm_eval")
+    transformers = pytest.importorskip("transformers")
+    from lm_eval.models.huggingface import HFLM
+
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    model = opened(mesh)
+    scorer = Scorer(MODEL, model.params, mesh=mesh)
+    engine = Engine(MODEL, model.params, slots=4)
+    ours = harness_model(model.tokenizer, scorer, engine, [model.tokenizer.eod])
+    ours = lm_eval.simple_evaluate(ours, tasks=tasks(tmp_path), bootstrap_iters=0)
+    fast = saved(model, tmp_path / "model")
     torch_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     theirs = HFLM(pretrained=torch_model, tokenizer=fast, batch_size=4, max_length=48)
     theirs = lm_eval.simple_evaluate(theirs, tasks=tasks(tmp_path), bootstrap_iters=0)
+    check_same(ours, theirs)
+
+
+@pytest.mark.slow
+def test_tasks_over_http_come_to_what_they_come_to_in_the_process(tmp_path):
+    lm_eval = pytest.importorskip("lm_eval")
+    for name in ("aiohttp", "tenacity", "uvicorn", "starlette"):
+        pytest.importorskip(name, reason=f"the harness over HTTP needs {name}")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    model = opened(mesh)
+    ends = frozenset([model.tokenizer.eod])
+    saved(model, tmp_path / "model")
+    engine = Engine(MODEL, model.params, slots=4, longest=64)
+    ours = harness_model(model.tokenizer, Scorer(MODEL, model.params, mesh=mesh), engine, ends)
+    ours = lm_eval.simple_evaluate(ours, tasks=tasks(tmp_path), bootstrap_iters=0)
+    reader = Reader(("small",), model.tokenizer, engine.longest, ends, None, model.begin)
+    with listening(make_app(engine, reader)) as server:
+        theirs = LocalCompletionsAPI(
+            base_url=f"http://127.0.0.1:{server.port}/v1/completions",
+            model="small",
+            tokenizer=str(tmp_path / "model"),
+            tokenizer_backend="huggingface",
+            max_length=50,  # of which it keeps one for a new token, and one before a window
+            batch_size=4,
+            num_concurrent=3,
+        )
+        theirs = lm_eval.simple_evaluate(theirs, tasks=tasks(tmp_path), bootstrap_iters=0)
+    check_same(ours, theirs)
+    for task, values in ours["results"].items():
+        numbers = {k: v for k, v in values.items() if isinstance(v, float)}
+        assert {k: theirs["results"][task][k] for k in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+def check_same(ours, theirs):
+    """That two models have answered all tasks alike."""
     for task in ("choices", "rolling", "writes"):
         for a, b in zip(ours["samples"][task], theirs["samples"][task], strict=True):
             for (x,), (y,) in zip(a["resps"], b["resps"], strict=True):

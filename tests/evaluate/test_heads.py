@@ -45,10 +45,10 @@ def test_a_span_is_right_as_a_whole():
 
 def stub(monkeypatch, opened_model, folder, said):
     """A model that says what a test has it say."""
-    from jaxtrain.serve.opening import Opened
+    from jaxtrain.hf import opening
 
-    opened = Opened(opened_model, None, None, str(folder), ((), ()))
-    monkeypatch.setattr(command, "open_model", lambda *forms, **given: opened)
+    opened = opening.Opened(opened_model, None, None, str(folder), ((), ()))
+    monkeypatch.setattr(opening, "open_model", lambda *forms, **given: opened)
     monkeypatch.setattr(heads, "predictions", lambda model, path: said(model))
 
 
@@ -72,7 +72,7 @@ def test_answers_are_measured_as_by_squad_and_may_lack(monkeypatch, tmp_path, ca
 
     stub(monkeypatch, encoder.EncoderConfig(head="spans", **SIZES), tmp_path, said)
     out = tmp_path / "found.jsonl"
-    asked = ["evaluate", "model", "--data", rows_at(tmp_path / "rows.jsonl", rows)]
+    asked = ["evaluate", "--model", "model", "--data", rows_at(tmp_path / "rows.jsonl", rows)]
     status, printed, _ = run(capsys, *asked, "--out", str(out))
     assert status == 0
     assert "66.7% exact, F1 88.9% of 3 rows" in printed
@@ -91,7 +91,7 @@ def test_images_are_reported_and_drawn_beside_the_results(tmp_path, capsys):
     np.savez(tmp_path / "digits.npz", images=images, labels=labels)
     out = tmp_path / "found.jsonl"
     data = str(tmp_path / "digits.npz")
-    asked = ["evaluate", str(tmp_path / "model"), "--out", str(out), "--data", data]
+    asked = ["evaluate", "--model", str(tmp_path / "model"), "--out", str(out), "--data", data]
     status, printed, err = run(capsys, *asked)
     assert status == 0, err
     found = json.loads(out.read_text())["rows"][data]
@@ -112,7 +112,7 @@ def test_what_cannot_be_reported_is_refused(monkeypatch, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"id2label": {"0": "no", "1": "yes"}}')
     stub(monkeypatch, config, tmp_path, lambda model: [])
     rows = rows_at(tmp_path / "rows.jsonl", [{"text": "a", "label": "yes"}, {"text": "b"}])
-    asked = ["evaluate", "model", "--data"]
+    asked = ["evaluate", "--model", "model", "--data"]
     assert "row 2 has no 'label'" in refused(capsys, *asked, rows)
     rows = rows_at(tmp_path / "rows.jsonl", [{"text": "a", "label": 2}])
     assert "the class 2, which is none of the model's: no, yes" in refused(capsys, *asked, rows)

@@ -14,8 +14,8 @@ from jaxtrain.data.enclosed import FIRST, MASK
 from jaxtrain.evaluate.intervals import interval
 from jaxtrain.evaluate.pairs import preferences
 from jaxtrain.evaluate.scoring import MaskedScorer
+from jaxtrain.hf.opening import Opened
 from jaxtrain.models import encoder
-from jaxtrain.serve.opening import Opened
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from tests.commands import refused, run
 from tests.evaluate.test_evaluate import log_softmax, opened
@@ -114,7 +114,7 @@ def test_an_encoder_is_asked_of_what_both_sentences_share(tmp_path, capsys):
     assert not middle
     assert found["shared"]["all"]["nats"] == pytest.approx(kept[0] - kept[1], abs=1e-5)
     hf.save(tmp_path / "model", config, params, files={"tokenizer.json": own.to_json()})
-    given = ["evaluate", str(tmp_path / "model"), "--rows", "4"]
+    given = ["evaluate", "--model", str(tmp_path / "model"), "--rows", "4"]
     out = tmp_path / "results.jsonl"
     status, printed, _ = run(capsys, *given, "--pairs", str(path), "--out", str(out))
     assert status == 0

@@ -260,7 +260,7 @@ def test_a_classifier_is_evaluated_by_groups_of_a_file(tmp_path, capsys):
     assert command(capsys, "export", "--run", run, "--out", str(tmp_path / "out"))[0] == 0
     tables = []
     for model in (run, str(tmp_path / "out")):
-        given = ["evaluate", model, "--data", path, "--group", "group", "--rows", "64"]
+        given = ["evaluate", "--run", model, "--data", path, "--group", "group", "--rows", "64"]
         status, printed, _ = command(capsys, *given, "--out", str(tmp_path / "found.jsonl"))
         assert status == 0
         lines = printed.splitlines()

@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain import hf
 from jaxtrain.models.generate import beam_search, generate, prompts, stream
-from jaxtrain.models.sampling import Own, adjusted, make_sampling
+from jaxtrain.models.sampling import Own, adjusted, make_sampling, truncate
 from tests.hf import models
 
 
@@ -60,6 +60,21 @@ def test_scores_are_adjusted_as_transformers_processes_them(window, written):
     expected = least(torch.tensor(ids), expected)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert np.isinf(found[:, [4, 7]]).all() == (written < 3)
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 20}, {"top_k": 25, "top_p": 0.7}])
+@pytest.mark.parametrize("min_p", [0.0, 0.02, 0.3, 1.0])
+def test_logits_are_cut_as_transformers_cuts_them(cuts, min_p):
+    processors = models.transformers().generation.logits_process
+    torch = pytest.importorskip("torch")
+    scores = np.random.default_rng(0).normal(0, 3, (64, 40)).astype(np.float32)
+    expected = torch.tensor(scores)
+    for name, kind in (("top_k", "TopKLogitsWarper"), ("top_p", "TopPLogitsWarper")):
+        if name in cuts:
+            expected = getattr(processors, kind)(cuts[name])(None, expected)
+    expected = processors.MinPLogitsWarper(min_p)(None, expected)
+    found = truncate(scores, **{"top_k": None, "top_p": None} | cuts, min_p=min_p)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.slow)])

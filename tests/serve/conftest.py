@@ -62,19 +62,23 @@ class Server:
         return status, json.loads(text)
 
 
-@contextlib.contextmanager
 def serving(template="plain", **options):
+    pytest.importorskip("starlette")
+    return listening(make_app(engine(), reader(template), **options))
+
+
+@contextlib.contextmanager
+def listening(app):
     uvicorn = pytest.importorskip("uvicorn")
-    app = make_app(engine(), reader(template), **options)
     config = uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=5)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as open_socket:
         server = uvicorn.Server(config)
         # Signals are the main thread's.
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [open_socket]}, daemon=True)
         thread.start()
         eventually(lambda: server.started)
         try:
-            yield Server(app, listening.getsockname()[1])
+            yield Server(app, open_socket.getsockname()[1])
         finally:
             server.should_exit = True
             thread.join(30)

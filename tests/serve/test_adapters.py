@@ -12,11 +12,11 @@ import jaxtrain as jt
 from jaxtrain import hf
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.hf.opening import Opened, open_adapter
 from jaxtrain.models import decoder
 from jaxtrain.ops.linear import Dora, LowRank, kernel_rules, merge
 from jaxtrain.ops.row_adapters import with_adapters
 from jaxtrain.serve.engine import Engine, Request
-from jaxtrain.serve.opening import Opened, open_adapter
 from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.tree import is_a, map_kind, path_name
 from tests.hf import models

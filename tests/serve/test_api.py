@@ -64,11 +64,33 @@ def test_a_chat_ends_where_the_assistant_is_to_speak():
         read({"messages": messages}, chat=True, reader=dataclasses.replace(READER, template=None))
 
 
+def test_tokens_end_are_biased_and_are_cut_as_clients_of_vllm_ask():
+    eod = TOKENIZER.eod
+    body = {"prompt": "a", "top_k": -1, "min_p": 0.2, "logit_bias": {"97": -100, "98": 1.5}}
+    body |= {"stop_token_ids": [10], "n": 2, "best_of": 2, "service_tier": "auto"}
+    (request, _) = read(body).requests
+    assert (request.top_k, request.min_p) == (None, 0.2)
+    assert request.logit_bias == {97: -100.0, 98: 1.5}
+    assert request.ends == {eod, 10}
+    assert read(body | {"ignore_eos": True}).requests[0].ends == {10}
+    assert read({"prompt": "a"}).requests[0].ends == {eod}
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ([], "JSON object"),
-        ({"prompt": "a", "min_p": 0.1}, "min_p is not known here"),
+        ({"prompt": "a", "typical_p": 0.1}, "typical_p is not known here"),
+        ({"prompt": "a", "min_p": 1.1}, "min_p is 1.1: .* from 0 to 1"),
+        ({"prompt": "a", "top_k": -2}, "top_k is -2"),
+        ({"prompt": "a", "logit_bias": {"257": 1}}, "logit_bias has the token '257'"),
+        ({"prompt": "a", "logit_bias": {"7": 101}}, "logit_bias of 7 is 101"),
+        ({"prompt": "a", "logit_bias": [7]}, "logit_bias must be an object"),
+        ({"prompt": "a", "stop_token_ids": [257]}, "stop_token_ids must be"),
+        ({"prompt": "a", "ignore_eos": 1}, "ignore_eos is 1"),
+        ({"prompt": "a", "best_of": 3, "n": 2}, "best_of is 3, which is not offered"),
+        ({"prompt": "a", "use_beam_search": True}, "use_beam_search is True"),
+        ({"prompt": "a", "bad_words": ["x"]}, "bad_words"),
         ({"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty is 2.1: .* from -2 to 2"),
         ({"prompt": "a", "presence_penalty": -3}, "presence_penalty is -3"),
         ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty is 0: .* above 0"),

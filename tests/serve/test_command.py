@@ -17,14 +17,15 @@ from experiments.gpt import Config, build
 from jaxtrain import hf
 from jaxtrain.data import ByteTokenizer, SubwordTokenizer
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.hf import opening
+from jaxtrain.hf.opening import Opened, open_model
 from jaxtrain.models import decoder
 from jaxtrain.models.generate import generate
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import main
-from jaxtrain.serve import command, opening
+from jaxtrain.serve import command
 from jaxtrain.serve.command import listen, reader_of, template_of
-from jaxtrain.serve.opening import Opened, open_decoder
 from jaxtrain.sharding.mesh import make_mesh
 from tests.commands import refused
 from tests.experiments.test_gpt import SMALL
@@ -48,7 +49,8 @@ def run(tmp_path_factory):
         (["--slots", "1"], "--slots is 1"),
         (["--chunk", "100"], "--chunk is 100: it must be a multiple of --page"),
         (["--max-seconds", "0"], "--max-seconds is 0"),
-        (["--tensor", "99"], "--tensor is 99"),
+        (["--mesh.tensor", "99"], "--mesh.tensor is 99"),
+        (["--mesh.fsdp", "2"], "--mesh has more axes than tensor"),
         (["--pages", "1"], "--pages is 1: a request of 32 tokens takes 1"),
         (["--chat-template", "nowhere"], "nowhere"),
         (["--step", "77"], "77"),
@@ -61,7 +63,7 @@ def run(tmp_path_factory):
 )
 def test_what_cannot_be_served_is_refused_before_anything_listens(run, flags, said, capsys):
     pytest.importorskip("uvicorn")
-    assert said in refused(capsys, "serve", run, *flags)
+    assert said in refused(capsys, "serve", "--run", run, *flags)
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
@@ -106,10 +108,10 @@ def test_a_tokenizer_of_more_tokens_than_the_model_s_is_refused(tmp_path, monkey
         tokenizer = types.SimpleNamespace(vocab_size=size, beginning=())
         monkeypatch.setattr(opening.SubwordTokenizer, "load", lambda _, given=tokenizer: given)
         if fits:
-            assert opening.open_decoder(str(tmp_path), mesh=mesh).model.vocab_size == size
+            assert opening.open_model(str(tmp_path), "decoder", mesh=mesh).model.vocab_size == size
         else:
             with pytest.raises(ValueError, match="has 301 tokens, and the model 300"):
-                opening.open_decoder(str(tmp_path), mesh=mesh)
+                opening.open_model(str(tmp_path), "decoder", mesh=mesh)
 
 
 CHAT = (
@@ -166,7 +168,8 @@ def reader_for(kind, folder):
     hf.save(folder / "model", config, decoder.init(config, jax.random.key(0)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).rename(folder / "model" / name)
-    opened = open_decoder(str(folder / "model"), mesh=make_mesh(data=1, devices=jax.devices()[:1]))
+    mesh = make_mesh(data=1, devices=jax.devices()[:1])
+    opened = open_model(str(folder / "model"), "decoder", mesh=mesh)
     return reader_of(opened, ("m",), None, 64)
 
 
@@ -211,15 +214,15 @@ def test_a_draft_of_other_tokens_is_refused():
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path, capsys):
     pytest.importorskip("uvicorn")
-    assert "is neither a run nor" in refused(capsys, "serve", str(tmp_path))
+    assert "is neither a run nor" in refused(capsys, "serve", "--model", str(tmp_path))
 
 
 @pytest.mark.slow
 def test_a_run_is_served_until_a_signal_lets_open_requests_end(run, tmp_path):
     pytest.importorskip("uvicorn")
     openai = pytest.importorskip("openai")
-    line = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--page", "8"]
-    line += ["--chunk", "8", "--simulate-devices", "2", "--tensor", "2"]
+    line = [sys.executable, "-m", "jaxtrain", "serve", "--run", run, "--port", "0", "--page", "8"]
+    line += ["--chunk", "8", "--simulate-devices", "2", "--mesh.tensor", "2"]
     line += ["--draft", run, "--draft-tokens", "3"]  # itself: the model is right
     model, params, tokenizer = trained.load(run)
     change = LoRA(2, alpha=200.0)

@@ -15,6 +15,7 @@ import threading
 
 import pytest
 
+from jaxtrain.layout import MeshShape
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.command import ServeOptions, replica_command, replica_environments
 from jaxtrain.serve.front import SLACK, Choice, make_front
@@ -202,14 +203,16 @@ def test_a_request_goes_to_who_has_read_its_beginning_or_has_the_least_to_do():
 
 
 def test_replicas_have_the_flags_of_the_server_and_gpus_of_their_own():
-    options = ServeOptions("m", adapter=("a=b", "c=d"), replicas=2, tensor=2, host="0.0.0.0")
+    options = ServeOptions(
+        model="m", adapter=("a=b",), replicas=2, mesh=MeshShape(tensor=2), host="0.0.0.0"
+    )
     command = replica_command(options)
-    assert command[4:] == ["m", "--adapter=a=b", "--adapter=c=d", "--port=0", "--tensor=2"]
+    assert command[4:] == ["--mesh.tensor=2", "--model=m", "--adapter=a=b", "--port=0"]
     environ = {"CUDA_VISIBLE_DEVICES": "3,4,5,6", "X": "y"}
     found = replica_environments(options, environ)
     assert found == [environ | {"CUDA_VISIBLE_DEVICES": each} for each in ("3,4", "5,6")]
     assert replica_environments(options, environ | {"JAX_PLATFORMS": "cpu"})[0]["X"] == "y"
-    with pytest.raises(ValueError, match="with --tensor 2 they need 4 GPUs, and 3 are"):
+    with pytest.raises(ValueError, match=r"with --mesh\.tensor 2 they need 4 GPUs, and 3 are"):
         replica_environments(options, {"CUDA_VISIBLE_DEVICES": "3,4,5"})
 
 
@@ -227,8 +230,19 @@ def children(pid):
 @pytest.mark.slow
 def test_a_replica_that_is_killed_is_missed_by_no_client_and_comes_again(run, tmp_path):  # noqa: F811
     pytest.importorskip("uvicorn")
-    line = [sys.executable, "-m", "jaxtrain", "serve", run, "--port", "0", "--replicas", "2"]
-    line += ["--simulate-devices", "1", "--longest", "4096"]
+    line = [
+        sys.executable,
+        "-m",
+        "jaxtrain",
+        "serve",
+        "--run",
+        run,
+        "--port",
+        "0",
+        "--replicas",
+        "2",
+    ]
+    line += ["--replicas", "2", "--simulate-devices", "1", "--longest", "4096"]
     log = tmp_path / "log"
     with (
         log.open("w") as error,
@@ -246,7 +260,8 @@ def test_a_replica_that_is_killed_is_missed_by_no_client_and_comes_again(run, tm
             def well():
                 return json.loads(ask("/health").read())["well"]
 
-            body = {"prompt": "to be", "seed": 3, "max_tokens": 3000}
+            body = {"prompt": "to be", "seed": 3, "max_tokens": 3000, "min_tokens": 3000}
+            body |= {"frequency_penalty": 0.1, "repetition_penalty": 1.2, "min_p": 0.01}
             whole = json.loads(ask("/v1/completions", body).read())["choices"][0]["text"]
             # Of three at most one is not the replica that writes: they are asked by turns.
             for which in (-1, 0, -1):

@@ -9,9 +9,9 @@ import pytest
 
 from jaxtrain import hf
 from jaxtrain.data import SubwordTokenizer
+from jaxtrain.hf.opening import Opened
 from jaxtrain.models import decoder, encoder, encoder_decoder
 from jaxtrain.serve import generate_command
-from jaxtrain.serve.opening import Opened
 from tests.commands import refused, run
 from tests.hf import models
 

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.models import decoder
 from jaxtrain.models.sampling import RowSampling, adjusted_rows
 from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.serve.programs import ENDS
+from jaxtrain.sharding.rules import as_rules, param_shardings
 from tests.serve.test_draft import near
 from tests.serve.test_engine import SIZES, answers, model_of, own_requests, prompts
 
@@ -18,9 +20,12 @@ torch = pytest.importorskip("torch")
 logits_process = pytest.importorskip("transformers.generation.logits_process")
 
 
-def expected(logits_V, tokens, begin, repetition, frequency, presence, least, ends):
+def expected(logits_V, tokens, begin, repetition, frequency, presence, least, ends, bias=None):
     """One row's logits: transformers' processors, and OpenAI's formula by a count."""
     ids, scores = torch.tensor([tokens]), torch.tensor(np.float32(logits_V)[None])
+    if bias:
+        by_token = {(token,): float(value) for token, value in bias.items()}
+        scores = logits_process.SequenceBiasLogitsProcessor(by_token)(ids, scores)
     scores = logits_process.RepetitionPenaltyLogitsProcessor(repetition)(ids, scores)
     counts = np.bincount(tokens[begin:], minlength=len(logits_V))
     scores = scores - torch.tensor(frequency * counts + presence * (counts > 0))
@@ -39,12 +44,18 @@ def test_rows_of_one_batch_have_the_logits_of_transformers_and_of_a_count():
     presence, least = [1.5, 0.25, -2.0, 0.0, 0.0], [1, 9, 15, 9, 0]
     ends = [{2}, {1, 8}, {0}, {3, 4, 5}, {7}]
     ends_RE = [[*sorted(each), *[-1] * (ENDS - len(each))] for each in ends]
+    bias = [{3: 1.5, 1: -2}, {}, {0: 100}, {8: -100}, {}]
+    biases = [[*each.items(), *[(9, 0.0)] * 2][:2] for each in bias]
     columns = repetition, frequency, presence, least, ends_RE, begin
-    sampling = RowSampling(*[None] * 4, *(np.repeat(x, 2, axis=0) for x in columns))
+    columns += (
+        np.array([[token for token, _ in each] for each in biases]),
+        np.float32([[value for _, value in each] for each in biases]),
+    )
+    sampling = RowSampling(*[None] * 5, *(np.repeat(x, 2, axis=0) for x in columns))
     logits_BV, at_B = jnp.array(logits_RCV.reshape(10, 9)), jnp.array(at_RC.reshape(10))
     found = np.array(adjusted_rows(sampling, jnp.array(tokens_RS), logits_BV, at_B))
     for row, (i, c) in enumerate(np.ndindex(5, 2)):
-        own = repetition[i], frequency[i], presence[i], least[i], ends[i]
+        own = repetition[i], frequency[i], presence[i], least[i], ends[i], bias[i]
         tokens = tokens_RS[i, : at_RC[i, c]].tolist()
         want = expected(logits_RCV[i, c], tokens, begin[i], *own)
         np.testing.assert_allclose(found[row], want, rtol=1e-6, atol=1e-6)
@@ -55,7 +66,7 @@ SHAPES = [
     {"repetition_penalty": 1.8},
     {"frequency_penalty": 1.1, "presence_penalty": -0.7},
     {"frequency_penalty": -0.4, "repetition_penalty": 0.8, "min_tokens": 9},
-    {"min_tokens": 7, "presence_penalty": 2.0},
+    {"min_tokens": 7, "presence_penalty": 2.0, "logit_bias": {7: 4.0, 30: -100.0}},
 ]
 
 
@@ -88,7 +99,7 @@ def test_answers_are_those_of_the_formula_whoever_shares_the_batch(plain):
         scores = np.array(logits(np.array([row + [0] * (32 - len(row))])))
         given = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
         for i, token in enumerate(tokens):
-            own = begin, *given, request.min_tokens, request.ends
+            own = begin, *given, request.min_tokens, request.ends, request.logit_bias
             assert token == expected(scores[begin + i - 1], row[: begin + i], *own).argmax()
             changed += token != scores[begin + i - 1].argmax()
         assert len(tokens) > request.min_tokens - 1
@@ -104,6 +115,24 @@ def test_a_draft_changes_no_token_of_requests_with_penalties(plain):
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     assert engine.right > 0.4 * engine.guessed
     assert engine.programs == 2
+
+
+def test_a_mesh_writes_the_same_tokens_with_penalties(plain):
+    config, params = model_of("llama")
+    mesh = jt.make_mesh(tensor=4, devices=jax.devices()[:4])
+    placed = jax.device_put(params, param_shardings(params, mesh, as_rules(decoder.RULES)))
+    found = answers(Engine(config, placed, **SIZES, mesh=mesh), shaped())
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in answers(plain, shaped())]
+
+
+def test_min_p_leaves_what_is_probable_enough(plain):
+    (prompt,) = prompts(3, 9)
+    given = {"prompt": prompt, "max_tokens": 12, "top_logprobs": 2}
+    asked = [Request(**given, temperature=9.0, min_p=1.0, seed=i) for i in range(3)]
+    best, _ = answers(plain, [Request(**given, temperature=0)])[0]
+    assert all(found == best for found, _ in answers(plain, asked))
+    wild, _ = answers(plain, [Request(**given, temperature=9.0)])[0]
+    assert wild != best
 
 
 def test_a_least_length_that_cannot_be_held_is_refused(plain):

@@ -6,14 +6,18 @@ import contextlib
 import functools
 import http.client
 import json
+import random
 import threading
+import time
 
 import pytest
 
 from jaxtrain.serve.answer import Limits
-from jaxtrain.serve.engine import Engine
+from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.serve.server import make_app
+from jaxtrain.serve.worker import Worker
 from tests.serve.conftest import engine, reader, serving
+from tests.serve.test_engine import SIZES, model_of
 from tests.waiting import eventually
 
 ASKED = {"prompt": "hello", "temperature": 0, "max_tokens": 9}
@@ -285,3 +289,46 @@ def test_openai_s_client_reads_the_answers(server):
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="small", **ASKED | {"temperature": -1})
     assert [each.id for each in client.models.list()] == ["small"]
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_of_which_many_are_cancelled_leak_nothing():
+    config, params = model_of()
+    tiny = Engine(config, params, **SIZES | {"pages": 25})  # so that some wait for pages
+    worker, rng, lives = Worker(tiny), random.Random(0), {}
+    ended, cancelled = set(), set()
+    worker.start()
+
+    def sink(number, events):
+        for event in events:
+            if event.reason:
+                assert number not in ended
+                ended.add(number)
+
+    for number in range(10_000):
+        # Beginnings are shared, so that pages are too.
+        prompt = [rng.randrange(2)] * 8 * rng.randrange(3) + [rng.randrange(31)]
+        asked = Request(prompt, rng.randint(1, 9), seed=number, top_k=5)
+        lives[number] = worker.submit(asked, functools.partial(sink, number))
+        if rng.random() < 0.5:  # one that waits, reads, writes, or has ended
+            chosen = rng.choice([*lives])
+            cancelled.add(chosen)
+            lives.pop(chosen)()
+        while len(lives.keys() - ended) > 12:
+            time.sleep(1e-3)
+        for each in lives.keys() & set(rng.sample(sorted(lives), len(lives) // 2)) & ended:
+            del lives[each]
+    eventually(lambda: worker._inbox.empty() and not tiny.is_busy)
+    worker.close()
+    worker.join(30)
+    assert worker.failed is None
+    assert len(cancelled) > 4_000
+    assert len(cancelled - ended) > 1_000
+    assert cancelled | ended == set(range(10_000))
+    assert not worker._sinks
+    assert not worker._starting
+    assert tiny.rows == [None] * 4
+    assert not tiny.waiting
+    assert tiny.pool.free == 24
+    assert not any(tiny.pool._uses)
+    assert tiny.programs == 2

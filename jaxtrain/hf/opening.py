@@ -1,25 +1,60 @@
-"""Opens a trained model, wherever it lies: what generation, evaluation and serving begin with."""
+"""Opens a trained model, wherever it lies: what generation, prediction, evaluation and serving
+begin with."""
 
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
+import tyro
 from jax.sharding import Mesh
 
 from jaxtrain import hf
 from jaxtrain.data import SubwordTokenizer, Tokenizer
 from jaxtrain.hf import hub
+from jaxtrain.host import quiet
 from jaxtrain.host.paths import as_path, exists, read_json
 from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.ops.linear import Dora, LowRank
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
+from jaxtrain.run.main import simulate_devices
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.tree import is_a, path_name
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """A trained model, and the devices that it is opened on: the flags that commands share."""
+
+    model: Annotated[str, tyro.conf.arg(aliases=["--run"])]
+    """Folder of a run, a Hugging Face folder, or a name on its hub (ORG/NAME[@REVISION])."""
+    step: int | None = None
+    """Which checkpoint of a run; left out, the best one."""
+    mesh: MeshShape = dataclasses.field(default_factory=MeshShape)
+    simulate_devices: int = 0
+    """Simulated CPU devices to compute on; 0 for the real ones."""
+
+    def start(self) -> Mesh:
+        """Has JAX find the devices, and makes the mesh; raises ValueError for one with a
+        pipeline."""
+        if self.simulate_devices:
+            simulate_devices(self.simulate_devices)
+        quiet.start()
+        if self.mesh.pipe != 1:
+            raise ValueError(
+                f"--mesh.pipe {self.mesh.pipe} is for training, where microbatches fill a "
+                "pipeline: split the weights over fsdp or tensor"
+            )
+        return make_mesh(**self.mesh.sizes)
+
+    def open(self, *forms: str) -> tuple["Opened", Mesh]:
+        """Returns the model, which must have one of some forms, and the mesh that it lies on."""
+        mesh = self.start()
+        return open_model(self.model, *forms, mesh=mesh, step=self.step), mesh
 
 
 class Opened(NamedTuple):
@@ -35,11 +70,6 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer | None
     folder: str
     begin: tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def open_decoder(name: str, *, mesh: Mesh, step: int | None = None) -> Opened:
-    """Reads a decoder, as :func:`open_model` does."""
-    return open_model(name, "decoder", mesh=mesh, step=step)
 
 
 def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> Opened:
@@ -138,13 +168,3 @@ def ends_of(folder: str, tokenizer: Tokenizer) -> tuple[int, ...]:
 def form_of(model: trained.Model) -> str:
     """Returns the name of a model's form, a key of :data:`jaxtrain.run.trained.FORMS`."""
     return next(name for name, (kind, _) in trained.FORMS.items() if isinstance(model, kind))
-
-
-def mesh_for(shape: MeshShape) -> Mesh:
-    """Makes the mesh of a model that is not trained; raises ValueError for one with a pipeline."""
-    if shape.pipe != 1:
-        raise ValueError(
-            f"--mesh.pipe {shape.pipe} is for training, where microbatches fill a pipeline: split "
-            "the weights over fsdp or tensor"
-        )
-    return make_mesh(**shape.sizes)

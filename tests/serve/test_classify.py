@@ -1,0 +1,92 @@
+"""A classifier over HTTP against transformers, and what is not served."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.data.enclosed import row_ends
+from jaxtrain.hf.opening import open_model
+from jaxtrain.predict.heads import Model
+from jaxtrain.serve.classify import Classifier
+from jaxtrain.serve.server import make_app
+from tests.commands import refused
+from tests.predict.test_predict import CLASSES, folder_of, logits, said, shares, tokenizer
+from tests.serve.conftest import listening
+from tests.serve.test_server import metrics
+
+__all__ = ["folder_of", "tokenizer"]
+
+
+@pytest.fixture(scope="module")
+def classifier(folder_of):
+    pytest.importorskip("starlette")
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    opened = open_model(str(folder_of("classes")), "encoder", mesh=mesh)
+    made = Classifier(Model(opened, mesh, rows=3))
+    made.warm_up()
+    with listening(make_app(made, "said")) as server:
+        yield server
+
+
+def test_classes_are_those_of_transformers_and_nothing_is_compiled(
+    classifier,
+    folder_of,
+    tokenizer,
+):
+    model, texts = classifier.worker.engine.model, said(3, 9, 1, 5, 40)
+    compiled = model.run._cache_size()
+    status, found = classifier.ask("/v1/classify", {"model": "said", "input": texts})
+    found, (first, _, last) = json.loads(found), row_ends(tokenizer)
+    assert (status, found["object"], found["labels"]) == (200, "list", CLASSES)
+    ids = [[first, *tokenizer.encode(text).tolist()[:22], last] for text in texts]
+    assert found["usage"]["prompt_tokens"] == sum(map(len, ids))
+    for number, (each, row) in enumerate(zip(found["data"], ids, strict=True)):
+        expected = shares(logits("SequenceClassification", folder_of("classes"), row))
+        np.testing.assert_allclose(each["probs"], expected, atol=1e-4)
+        assert each["label"] == CLASSES[expected.argmax()]
+        assert (each["index"], each["num_classes"]) == (number, 3)
+    assert len({each["label"] for each in found["data"]}) > 1
+    (alone,) = json.loads(classifier.ask("/v1/classify", {"input": texts[0]})[1])["data"]
+    np.testing.assert_allclose(alone["probs"], found["data"][0]["probs"], atol=1e-6)
+    assert model.run._cache_size() == compiled
+    assert int(metrics(classifier)["jaxtrain_prompt_tokens_total"]) > sum(map(len, ids))
+
+
+def test_what_cannot_be_classified_is_refused_in_a_sentence(classifier):
+    for body, status, sentence in (
+        ({}, 400, "input must be a text"),
+        ({"input": []}, 400, "input must be a text"),
+        ({"input": [[1, 2]]}, 400, "a list of at most 1024 texts"),
+        ({"input": "a", "softmax": False}, 400, "softmax is not known"),
+        ({"input": "a", "model": "other"}, 404, "ask for said"),
+        ([], 400, "JSON object"),
+    ):
+        found, text = classifier.ask("/v1/classify", body)
+        assert found == status
+        assert sentence in json.loads(text)["error"]["message"]
+    assert classifier.ask("/v1/completions", {"prompt": "a"})[0] == 404
+    assert [x["id"] for x in json.loads(classifier.ask("/v1/models")[1])["data"]] == ["said"]
+    assert classifier.ask("/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "sentence"),
+    [
+        ("tags", [], "has the head 'tags', which is not served: use `jaxtrain predict`"),
+        ("t5", [], "has the form encoder-decoder, which is not served: use `jaxtrain generate`"),
+        ("vit", [], "has the form vit, which is not served: use `jaxtrain predict`"),
+        ("classes", ["--page", "8"], "--page is 8, and the model in"),
+    ],
+)
+def test_what_is_not_served_is_told_which_command_to_use(
+    name,
+    flags,
+    sentence,
+    folder_of,
+    capsys,
+):
+    pytest.importorskip("uvicorn")
+    assert sentence in refused(capsys, "serve", "--model", str(folder_of(name)), *flags)
