@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.attention import shares_of
+from jaxtrain.ops.grouped import trips_of
 
 # Primitives without a product: element by element, moved, reduced, drawn, or exchanged. What is in
 # no list is named in the plan and never free.
@@ -49,10 +50,11 @@ class Flops:
     Only matrix products and convolutions count, at two operations per multiplication and addition.
     Recomputation in a backward pass is counted. A ``cond`` counts as its largest branch, or as the
     mean of them where :func:`jaxtrain.ops.attention.branch_shares` says how often each is taken.
+    The loop over an expert's tokens counts as where tokens are spread evenly.
 
     Args:
       by_dtype: operations by dtype of the operands (the wider one where they differ).
-      unknown_loops: ``while`` loops, whose bodies are counted once.
+      unknown_loops: other ``while`` loops, whose bodies are counted once.
       unknown: primitives that nothing here knows (factorisations, calls of foreign code), by name;
         each counts one float32 operation per element that it reads or writes.
       kernels: calls of Pallas kernels and of cuDNN's attention, of which every tile is counted,
@@ -111,10 +113,18 @@ def bodies(eqn: Any) -> list[Any]:
     return found
 
 
+def mean_trips(eqn: Any) -> int | None:
+    """Returns how often the body of a ``while`` runs in the mean; None if not stated."""
+    return trips_of(_scopes(eqn))
+
+
+def _scopes(eqn: Any) -> str:
+    return str(getattr(getattr(eqn, "source_info", None), "name_stack", ""))
+
+
 def branch_shares_of(eqn: Any) -> list[float] | None:
     """Returns the share of calls that take each branch of a ``cond``; None if not stated."""
-    stack = getattr(getattr(eqn, "source_info", None), "name_stack", "")
-    shares = shares_of(str(stack))
+    shares = shares_of(_scopes(eqn))
     return shares if shares and len(shares) == len(eqn.params["branches"]) else None
 
 
@@ -181,7 +191,7 @@ class _Counter:
         known = set(self.unknown)
         for body in bodies(eqn):
             total.update(self.count(body))
-        self.loops += name == "while"
+        self.loops += name == "while" and mean_trips(eqn) is None
         if name == "pallas_call":
             self.kernels += 1
             self.unknown = known  # what moves a kernel's tiles multiplies nothing
@@ -195,6 +205,8 @@ class _Counter:
 def _times(eqn: Any) -> int:
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
+    if eqn.primitive.name == "while":
+        return mean_trips(eqn) or 1
     if eqn.primitive.name == "pallas_call":
         return math.prod(eqn.params["grid_mapping"].grid)
     if eqn.primitive.name == "shard_map":

@@ -89,11 +89,11 @@ def implementations(T: int, K: int, dtype: str) -> dict[str, Callable[..., jax.A
 
 
 def jax_variant(function: Callable[..., jax.Array], operands: list[Any], calls: int) -> Variant:
-    """Result and gradients of a function of queries, keys and values."""
+    """Result and gradients of a function of all operands but the last, its result's gradient."""
 
-    def both(q, k, v, d_out):
-        out, backward = jax.vjp(function, q, k, v)
-        return out, backward(d_out)
+    def both(*operands):
+        out, backward = jax.vjp(function, *operands[:-1])
+        return out, backward(operands[-1])
 
     start = time.perf_counter()
     compiled = jax.jit(both).lower(*operands).compile()

@@ -174,6 +174,11 @@ def _open(source: str) -> tuple[Any, PyTree, Any, dict[str, Any], dict[str, str]
         stored |= {name: getattr(weights, of)(folder) for name, of in _TOLD.items()}
     if not isinstance(model, decoder.DecoderConfig):
         raise ValueError(f"the model in '{source}' is no decoder: give one")
+    if model.experts is not None:
+        raise ValueError(
+            f"the model in '{source}' has {model.experts} experts in each layer, which are not "
+            "made smaller here: give a model without"
+        )
     files = trained.beside(folder)
     if isinstance(tokenizer, data.SubwordTokenizer):
         files[trained.TOKENIZER_FILE] = tokenizer.to_json()

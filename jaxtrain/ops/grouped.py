@@ -73,11 +73,11 @@ def expert_mlp(
 
 
 def _forward(form, *operands):
-    return _on_mesh(functools.partial(_values, form), operands), operands
+    return _on_mesh(functools.partial(_values, form, len(operands[1]["up"])), operands), operands
 
 
 def _backward(form, operands, dy_BTD):
-    grads = _on_mesh(functools.partial(_gradients, form), operands, dy_BTD)
+    grads = _on_mesh(functools.partial(_gradients, form, len(operands[1]["up"])), operands, dy_BTD)
     return *grads, np.zeros(operands[-1].shape, jax.dtypes.float0)
 
 
@@ -139,9 +139,9 @@ def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> 
     )(*operands, *cotangent)
 
 
-def _values(form, x_ND, weights, gates_NJ, experts_NJ):
+def _values(form, experts, x_ND, weights, gates_NJ, experts_NJ):
     """The weighted sum [N, D] of what the experts here make of the tokens that chose them."""
-    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, weights["up"].shape[0])
+    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, len(weights["up"]), experts)
 
     def expert(out_ND, of_expert):
         own, *place = of_expert
@@ -158,10 +158,10 @@ def _values(form, x_ND, weights, gates_NJ, experts_NJ):
     return jax.lax.scan(expert, out_ND, (weights, *tiles.places))[0]
 
 
-def _gradients(form, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
+def _gradients(form, experts, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
     """The gradients by tokens, weights and gates, in at least float32."""
     dtype = wide(x_ND.dtype)
-    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, weights["up"].shape[0])
+    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, len(weights["up"]), experts)
 
     def expert(sums, of_expert):
         own, *place = of_expert
@@ -196,13 +196,14 @@ def _gradients(form, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
 
 
 class _Tiles:
-    """The choices of tokens sorted by expert, tile by tile."""
+    """The choices of tokens sorted by expert, tile by tile: those of ``here`` experts, of
+    ``experts`` in all."""
 
-    def __init__(self, x_ND, gates_NJ, experts_NJ, experts: int):
+    def __init__(self, x_ND, gates_NJ, experts_NJ, here: int, experts: int):
         self.x_ND, self.gates_A, self.each = x_ND, gates_NJ.reshape(-1), gates_NJ.shape[1]
         chosen_A = experts_NJ.reshape(-1)
         self.order_A = jnp.argsort(chosen_A, stable=True)
-        counts_E = jnp.bincount(chosen_A, length=experts)
+        counts_E = jnp.bincount(chosen_A, length=here)
         self.places = jnp.cumsum(counts_E) - counts_E, counts_E
         self.size, self.trips = ROWS, 1
         if isinstance(chosen_A.size, int):  # and no symbol of an exported program's shapes

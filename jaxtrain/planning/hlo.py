@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from jax.sharding import Mesh
 
+from jaxtrain.ops.grouped import trips_of
 from jaxtrain.planning.groups import group_axes, make_grid, parse_groups, parse_slices
 from jaxtrain.planning.hlo_text import (
     Computation,
@@ -225,7 +226,7 @@ class _Reader:
         try:
             return self._counted(computation, loop)
         except (KeyError, IndexError, TypeError, ValueError):
-            return None  # written in another way
+            return trips_of(loop.attributes)  # where its mean is known
 
     def _counted(self, computation: Computation, loop: Instruction) -> int:
         condition = self.computations[loop.attribute("condition")]

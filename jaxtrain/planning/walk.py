@@ -37,6 +37,7 @@ from jaxtrain.flops import (
     bodies,
     branch_shares_of,
     count_equation,
+    mean_trips,
     product_dimensions,
     product_flops,
 )
@@ -466,7 +467,10 @@ class CostInterpreter(Partitioner):
         carry = inputs[first + params["body_nconsts"] :]
         consts = [Value(v.shape, v.dtype, v.spec) for v in inputs[first : len(inputs) - len(carry)]]
         specs = [v.spec for v in carry]
+        outer, self.cost = self.cost, Cost()
         _, peak = self.body(params["body_jaxpr"], consts, carry, specs, [])
+        outer.add(self.cost, mean_trips(equation) or 1)
+        self.cost = outer
         liveness.transient(peak)
         return self.store(equation.outvars, specs, inputs, liveness)
 

@@ -12,7 +12,7 @@ from jaxtrain.models import decoder
 from jaxtrain.models import encoder_decoder as t5
 from jaxtrain.models.generate import Weights, beam_step, generate_step, prompts
 from jaxtrain.planning.hlo import read_program
-from jaxtrain.sharding.rules import param_shardings
+from jaxtrain.sharding.rules import batch_parts, param_shardings
 from tests.models.test_generate import FORMS, LENGTHS, PROMPTS
 from tests.models.test_generate_target import CONFIG, SOURCE
 from tests.models.test_generate_target import LENGTHS as SOURCE_LENGTHS
@@ -25,7 +25,13 @@ ONE_KV_HEAD = dataclasses.replace(GPT, kv_heads=1, window=3)
 TWO_KINDS = dataclasses.replace(
     GPT, window_pattern=(True, False), local_rope_theta=1e3, attention_softcap=5.0
 )
-GPTS = {"gpt": GPT, "gpt, one key head": ONE_KV_HEAD, "gpt, layers of two kinds": TWO_KINDS}
+EXPERTS = dataclasses.replace(GPT, experts=4, mlp_width=32)
+GPTS = {
+    "gpt": GPT,
+    "experts": EXPERTS,
+    "gpt, one key head": ONE_KV_HEAD,
+    "gpt, layers of two kinds": TWO_KINDS,
+}
 NEW = 7
 SETTINGS = {"rng": 3, "temperature": 2.0, "top_k": 5, "repetition_penalty": 1.5}
 
@@ -33,10 +39,13 @@ MESHES = {
     "data2-fsdp2-tensor2": dict(data=2, fsdp=2, tensor=2),
     "fsdp4-tensor2": dict(fsdp=4, tensor=2),
     "data2-tensor4": dict(data=2, tensor=4),
+    "expert4-tensor2": dict(expert=4, tensor=2),
 }
 slow = pytest.mark.slow
 COMBINATIONS = [
     ("gpt", "data2-fsdp2-tensor2"),
+    pytest.param("experts", "expert4-tensor2", marks=slow),
+    pytest.param("experts", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("gpt, one key head", "data2-tensor4", marks=slow),
     pytest.param("gpt", "fsdp4-tensor2", marks=slow),
     pytest.param("gpt", "data2-tensor4", marks=slow),
@@ -92,7 +101,7 @@ def test_tokens_are_those_of_one_device_and_nothing_is_whole(name, sizes):
 
     text, heads = compiled.compiled.as_text(), mesh.shape["tensor"]
     beams = 3 if name.endswith("beams") else 1
-    rows = len(batch.tokens) // (mesh.shape["data"] * mesh.shape["fsdp"])
+    rows = len(batch.tokens) // batch_parts(mesh)
     length = NEW if module is t5 else batch.tokens.shape[1] + NEW
     found = set(re.findall(rf"f32\[5,(\d+),(\d+),{length},{config.block.head_dim}\]", text))
     # A device has its rows and its heads; a lone key head is every device's.
