@@ -19,6 +19,7 @@ from experiments.bench import (
     Work,
     floor,
     machine,
+    serving,
     step_facts,
 )
 from experiments.bench import attention as attention_row
@@ -176,3 +177,12 @@ def test_what_attention_is_timed_on_is_the_same_attention():
     variant = attention_row.jax_variant(found["jaxtrain, xla"], [q, k, v, q], calls=2)
     variant.run()
     assert variant.facts["temp_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_clients_at_once_are_timed_against_one(capsys):
+    pytest.importorskip("uvicorn")
+    serving.over_http(serving.HTTPConfig(requests=3, slots=(2,), tokens=4, rounds=1))
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["variants"]) == {"one by one", "all, 2 slots"}
+    assert found["variants"]["all, 2 slots"]["clients"] == 3
