@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import json
 import pathlib
+import subprocess
+import sys
 import time
 
 import jax
@@ -19,7 +21,6 @@ from experiments.bench import (
     Work,
     floor,
     machine,
-    serving,
     step_facts,
 )
 from experiments.bench import attention as attention_row
@@ -180,9 +181,12 @@ def test_what_attention_is_timed_on_is_the_same_attention():
 
 
 @pytest.mark.slow
-def test_clients_at_once_are_timed_against_one(capsys):
+def test_clients_at_once_are_timed_against_one():
     pytest.importorskip("uvicorn")
-    serving.over_http(serving.HTTPConfig(requests=3, slots=(2,), tokens=4, rounds=1))
-    found = json.loads(capsys.readouterr().out)
+    line = [sys.executable, "-m", "experiments.bench", "serve_http", "--slots", "2"]
+    line += ["--requests", "3", "--tokens", "4", "--rounds", "1"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert set(found["variants"]) == {"one by one", "all, 2 slots"}
     assert found["variants"]["all, 2 slots"]["clients"] == 3
