@@ -184,7 +184,7 @@ def test_what_attention_is_timed_on_is_the_same_attention():
 def test_clients_at_once_are_timed_against_one():
     pytest.importorskip("uvicorn")
     line = [sys.executable, "-m", "experiments.bench", "serve_http", "--slots", "2"]
-    line += ["--requests", "3", "--tokens", "4", "--rounds", "1"]
+    line += ["--requests", "3", "--tokens", "4", "--rounds", "2"]
     done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
