@@ -1,13 +1,27 @@
-"""Serving: requests that share an engine, against the same ones answered one after another."""
+"""Serving: requests that share an engine, against the same ones answered one after another; in this
+process, and over HTTP."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import http.client
+import json
+import multiprocessing
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from experiments.bench import Rounds, Variant, row
+from jaxtrain.data import ByteTokenizer
 from jaxtrain.models import decoder
+from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine, Request
+from jaxtrain.serve.server import make_app
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +41,7 @@ class Config(Rounds):
 
 def main(config: Config) -> None:
     """Runs the row and prints it."""
-    model = decoder.PRESETS[config.model]()
-    params = decoder.init(model, jax.random.key(0))
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(20, 120, config.requests)
-    prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
+    model, params, prompts, shape = _work(config)
     asked = [Request(prompt, config.tokens, temperature=0) for prompt in prompts]
 
     def variant(slots: int, *, one_by_one: bool) -> Variant:
@@ -52,5 +62,81 @@ def main(config: Config) -> None:
 
     variants = {"one by one": variant(2, one_by_one=True)}
     variants |= {f"{n} slots": variant(n, one_by_one=False) for n in config.slots}
-    shape = {"model": dataclasses.asdict(model), "prompt_tokens": lengths.tolist()}
     row("serve", config, variants, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class HTTPConfig(Config):
+    """A server whose clients, in another process, ask one by one and all at once."""
+
+    requests: int = 64
+    slots: tuple[int, ...] = (16,)
+
+
+def over_http(config: HTTPConfig) -> None:
+    """Runs the row and prints it."""
+    model, params, prompts, shape = _work(config)
+    given = {"max_tokens": config.tokens, "temperature": 0}
+    bodies = [json.dumps({"prompt": prompt} | given) for prompt in prompts]
+    clients = concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with contextlib.ExitStack() as stack, clients:
+
+        def variant(slots: int, *, at_once: int) -> Variant:
+            engine = Engine(model, params, slots=slots, readers=8 if slots > 2 else 2)
+            engine.warm_up()
+            port = stack.enter_context(_served(engine))
+
+            def run() -> None:
+                engine.pool.forget()
+                written = clients.submit(ask, port, bodies, at_once).result()
+                assert written == config.tokens * len(bodies)
+
+            return Variant(run, {"slots": slots, "clients": at_once})
+
+        variants = {"one by one": variant(2, at_once=1)}
+        all_at_once = {"at_once": len(bodies)}
+        variants |= {f"all, {n} slots": variant(n, **all_at_once) for n in config.slots}
+        row("serve_http", config, variants, shape)
+
+
+def ask(port: int, bodies: Sequence[str], at_once: int) -> int:
+    """Returns how many tokens a server has written for some requests, so many of them at once."""
+
+    def one(body: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", body)
+            return json.loads(connection.getresponse().read())["usage"]["completion_tokens"]
+
+    with concurrent.futures.ThreadPoolExecutor(at_once) as threads:
+        return sum(threads.map(one, bodies))
+
+
+@contextlib.contextmanager
+def _served(engine: Engine) -> Iterator[int]:
+    """Serves an engine in a thread of this process; gives the port."""
+    import uvicorn
+
+    reader = Reader(("model",), ByteTokenizer(), engine.longest, frozenset(), None, ((), ()))
+    config = uvicorn.Config(make_app(engine, reader), log_level="error")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        given = {"target": server.run, "kwargs": {"sockets": [listening]}}
+        thread = threading.Thread(**given, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield listening.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+def _work(config: Config) -> tuple[Any, Any, list[list[int]], dict[str, Any]]:
+    """A model, its parameters, prompts, and what a row says of them."""
+    model = decoder.PRESETS[config.model]()
+    params = decoder.init(model, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(20, 120, config.requests)
+    prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
+    shape = {"model": dataclasses.asdict(model), "prompt_tokens": lengths.tolist()}
+    return model, params, prompts, shape

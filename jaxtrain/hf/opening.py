@@ -12,17 +12,19 @@ from jax.sharding import Mesh
 
 from jaxtrain import hf
 from jaxtrain.data import SubwordTokenizer, Tokenizer
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import hub
 from jaxtrain.host import quiet
 from jaxtrain.host.paths import as_path, exists, read_json
 from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
-from jaxtrain.ops.linear import Dora, LowRank
+from jaxtrain.ops.linear import Dora, LowRank, kernel_rules
+from jaxtrain.ops.packed import Kind
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
 from jaxtrain.run.main import simulate_devices
 from jaxtrain.sharding.mesh import make_mesh
-from jaxtrain.sharding.rules import as_rules, param_shardings
+from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.tree import is_a, path_name
 
 
@@ -51,10 +53,10 @@ class ModelOptions:
             )
         return make_mesh(**self.mesh.sizes)
 
-    def open(self, *forms: str) -> tuple["Opened", Mesh]:
-        """Returns the model, which must have one of some forms, and the mesh that it lies on."""
-        mesh = self.start()
-        return open_model(self.model, *forms, mesh=mesh, step=self.step), mesh
+    def open(self, *forms: str, quantize: Kind | None = None) -> tuple["Opened", Mesh]:
+        """Returns the model, as :func:`open_model` does, and the mesh that it lies on."""
+        mesh, given = self.start(), {"step": self.step, "quantize": quantize}
+        return open_model(self.model, *forms, mesh=mesh, **given), mesh
 
 
 class Opened(NamedTuple):
@@ -72,7 +74,9 @@ class Opened(NamedTuple):
     begin: tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> Opened:
+def open_model(
+    name: str, *forms: str, mesh: Mesh, step: int | None = None, quantize: Kind | None = None
+) -> Opened:
     """Reads the model of a run, a Hugging Face folder, or a name on its hub.
 
     Args:
@@ -80,6 +84,8 @@ def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> O
       forms: those that it may have, such as ``decoder``.
       mesh: what its parameters are placed on.
       step: which checkpoint of a run; left out, the best one.
+      quantize: codes of the kernels of attention and MLP; those of a Hugging Face folder are made
+        as they are read.
 
     Raises:
       ValueError: there is no such model, it has another form, or its tokenizer is another's.
@@ -90,13 +96,20 @@ def open_model(name: str, *forms: str, mesh: Mesh, step: int | None = None) -> O
             f"the model in '{folder}' is of the form {form}: give one of the form "
             f"{' or '.join(forms)}"
         )
+
+    def shardings(params: Any) -> Any:
+        return param_shardings(params, mesh, kernel_rules(trained.FORMS[form][1].RULES, params))
+
     if step is not None and not is_run:
         raise ValueError(f"--step is {step}, and '{folder}' has no checkpoints: leave it out")
     if is_run:
         model, params, tokenizer = trained.load(folder, step, mesh=mesh)
+        if quantize is not None:
+            params = Quantize(quantize).params(params, jax.random.key(0))
+            params = jax.device_put(params, shardings(params))
     else:
-        params, rules = hf.open_weights(folder), as_rules(trained.FORMS[form][1].RULES)
-        params = hf.load(params, param_shardings(params, mesh, rules))
+        params = Quantize(quantize).params(hf.open_weights(folder))
+        params = hf.load(params, shardings(params))
         tokenizer = None if form == "vit" else SubwordTokenizer.load(folder)
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ValueError(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtrain.models import decoder, encoder_decoder, layers
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bias, embedded, encoded
-from jaxtrain.ops.cached import Tiles, chunk_attention, whole_attention
+from jaxtrain.ops.cached import Rounded, Tiles, chunk_attention, whole_attention
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.sharding.placement import constrain, gather
 
@@ -84,12 +84,13 @@ class Pages:
     """A :class:`Cache` whose rows lie in pages, which rows may share: [L, N, G, M, K].
 
     Args:
-      k, v: the pages; nobody reads the first, which takes what stands in padding.
+      k, v: the pages, arrays or :class:`Rounded`; nobody reads the first, which takes what stands
+        in padding.
       table: int32 [B, P], the pages of each row in order.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: jax.Array | Rounded
+    v: jax.Array | Rounded
     table: jax.Array
 
     def tiles(self, l: jax.Array) -> Tiles:
@@ -107,10 +108,12 @@ class Pages:
         at_BC = start_B[:, None] + jnp.arange(C)
         pages_BC = jnp.take_along_axis(self.table, at_BC // M, axis=1, mode="clip")
         pages_BC = jnp.where(jnp.arange(C) < count_B[:, None], pages_BC, 0)
-        k, v = (
-            pin_pages(x.at[:, pages_BC, :, at_BC % M].set(y.transpose(1, 3, 0, 2, 4)))
-            for x, y in zip((self.k, self.v), new, strict=True)
-        )
+
+        def put(x: jax.Array, y: jax.Array) -> jax.Array:
+            y = y.transpose(1, 3, 0, 2, *range(4, y.ndim))
+            return pin_pages(x.at[:, pages_BC, :, at_BC % M].set(y))
+
+        k, v = jax.tree.map(put, (self.k, self.v), tuple(new))
         return dataclasses.replace(self, k=k, v=v)
 
 
@@ -292,7 +295,7 @@ def pin_cache(x: jax.Array) -> jax.Array:
 
 def pin_pages(x: jax.Array) -> jax.Array:
     """A leaf of pages, split by heads."""
-    return constrain(x, None, None, "heads", None, None)
+    return constrain(x, *(None, None, "heads", None, None)[: x.ndim])
 
 
 def cache_length(positions: int) -> int:
@@ -322,7 +325,13 @@ def _read(
         def attend_and_keep(q_BCHK, *new):
             heads, dtype = q_BCHK.shape[2], cache.k.dtype
             new = [_cached(x, heads).swapaxes(1, 2).astype(dtype) for x in new]
-            return attend(l, q_BCHK, *new, start_B, cache.tiles(l)), new
+            kept, seen = new, new
+            if isinstance(
+                cache.k, Rounded
+            ):  # A position reads of its own chunk what later ones do.
+                kept = [Rounded.of(x) for x in new]
+                seen = [x[:] for x in kept]
+            return attend(l, q_BCHK, *seen, start_B, cache.tiles(l)), kept
 
         return layer(layer_params, l, x_BCD, attend_and_keep)
 

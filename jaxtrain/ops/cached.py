@@ -4,8 +4,9 @@ Shapes: B rows, C positions of a chunk, S keys of a tile or a source, H query he
 heads, N = C * H / G queries of a key head, K features per head.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,46 @@ def whole_attention(
     scores = jnp.where(seen_BS[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BGSK.dtype)
     return _by_position(jnp.einsum("bgns,bgsk->bgnk", weights, v_BGSK), q_BCHK.shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rounded:
+    """Keys or values as whole numbers, with a scale for each position and head: indexed as an array
+    is, it gives numbers of ``dtype``.
+
+    Args:
+      codes: int8 [..., K].
+      scale: float32 [...].
+
+    >>> kept = Rounded.of(jnp.array([[1.0, -2.0], [0.0, 0.0]]))
+    >>> kept.codes.tolist(), kept[0].round(2).tolist()
+    ([[64, -127], [0, 0]], [1.0099999904632568, -2.0])
+    """
+
+    codes: jax.Array
+    scale: jax.Array
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "Rounded":
+        """Rounds to the nearest of 255 multiples of a 127th of the largest magnitude."""
+        wide_x = x.astype(jnp.float32)
+        scale = jnp.abs(wide_x).max(-1) / 127
+        codes = jnp.round(wide_x / jnp.where(scale == 0, 1, scale)[..., None])
+        return cls(codes.astype(jnp.int8), scale, x.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the numbers, [..., K]."""
+        return self.codes.shape
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        codes, scale = self.codes[index], self.scale[index]
+        return (codes.astype(jnp.float32) * scale[..., None]).astype(self.dtype)
 
 
 class Tiles(NamedTuple):

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import tyro
@@ -30,6 +30,7 @@ from jaxtrain.host import distributed, extras, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import MeshShape
 from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.ops.packed import Kind
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.predict.heads import Model
 from jaxtrain.run.main import simulate_devices
@@ -43,6 +44,7 @@ from jaxtrain.sharding.mesh import make_mesh
 
 KEY = "JAXTRAIN_API_KEY"
 OF_DECODERS = ("adapter", "chat_template", "readers", "chunk", "page", "longest", "pages", "draft")
+OF_DECODERS += ("quantize", "cache")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,10 @@ class ServeOptions(ModelOptions):
     """Most tokens of a prompt and its answer; left out, as many as the model was trained with."""
     pages: int | None = None
     """Pages of the cache; left out, as many as all slots can fill."""
+    quantize: Kind | None = None
+    """Codes for the kernels of attention and MLP, which take 1 byte a weight or half of one."""
+    cache: Literal["int8"] | None = None
+    """Keys and values of 8 bits, with a scale for each position and head."""
     max_requests: int = 256
     """Requests that are taken at once; others receive status 429."""
     max_seconds: float = 600.0
@@ -130,7 +136,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         return _serve_replicas(options, limits, name=name, **given)
     if REPLICA in os.environ:
         threading.Thread(target=_end_with_the_front, daemon=True).start()
-    opened, mesh = options.open("decoder", "encoder")
+    opened, mesh = options.open("decoder", "encoder", quantize=options.quantize)
     guard = {"limits": limits, "key": os.environ.get(KEY) or None}
     if isinstance(opened.model, EncoderConfig):
         classifier = Classifier(Model(opened, mesh, rows=options.slots))
@@ -156,6 +162,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         adapters=adapters,
         draft=draft,
         drafts=options.draft_tokens,
+        cache=options.cache,
     )
     reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
     engine.warm_up()

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import CausalDecoder
 from jaxtrain.models.sampling import History, RowSampling
+from jaxtrain.ops.cached import Rounded
 from jaxtrain.ops.linear import kernel_rules
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.row_adapters import Additions, with_adapters
@@ -114,6 +115,8 @@ class Engine:
       draft: a smaller model of the same tokens and its parameters, which proposes tokens; None to
         write one at a time.
       drafts: tokens that it proposes in a step.
+      cache: "int8" for keys and values of 8 bits, with a scale for each position and head; None for
+        the dtype of ``params``.
 
     Raises:
       ValueError: for sizes that do not fit.
@@ -134,6 +137,7 @@ class Engine:
         adapters: Mapping[str, Additions] = {},
         draft: tuple[DecoderConfig, Any] | None = None,
         drafts: int = 4,
+        cache: Literal["int8"] | None = None,
     ):
         longest = row_length(model, longest, least=2)
         for name, value in (("slots", slots), ("readers", readers)):
@@ -193,7 +197,7 @@ class Engine:
                     places = param_shardings(params, mesh, rules)
                 params = jax.device_put(params, places)
             both = [(model, params), *([draft] if draft else [])]
-            self._caches = [_empty(*each, pages, page, mesh) for each in both]
+            self._caches = [_empty(*each, pages, page, mesh, cache) for each in both]
             # Handed over where no row's tokens are read.
             empty = {size: np.zeros((size, longest), np.int32) for size in (slots, readers)}
             self._no_history = {size: self._put(tokens) for size, tokens in empty.items()}
@@ -485,15 +489,22 @@ def _key_heads(model: DecoderConfig) -> int:
 
 
 def _empty(
-    model: DecoderConfig, params: Any, pages: int, page: int, mesh: Mesh | None
-) -> tuple[jax.Array, jax.Array]:
+    model: DecoderConfig, params: Any, pages: int, page: int, mesh: Mesh | None, kind: str | None
+) -> tuple[Any, Any]:
     """Keys and values of pages that nothing has been read into."""
     shape = (model.layers, pages, _key_heads(model), page, model.block.head_dim)
-    dtype, split = jax.tree.leaves(params)[0].dtype, None
+    dtype, split = params["embed"]["tokens"].dtype, None
     if mesh is not None:
         parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
         split = NamedSharding(mesh, parts)
-    return jnp.zeros(shape, dtype, device=split), jnp.zeros(shape, dtype, device=split)
+
+    def zeros() -> Any:
+        if kind is None:
+            return jnp.zeros(shape, dtype, device=split)
+        codes, scale = jnp.zeros(shape, jnp.int8, device=split), jnp.zeros(shape[:-1], device=split)
+        return Rounded(codes, scale, dtype)
+
+    return zeros(), zeros()
 
 
 def _check_draft(draft: DecoderConfig, model: DecoderConfig, longest: int, drafts: int) -> None:

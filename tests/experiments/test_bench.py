@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import json
 import pathlib
+import subprocess
+import sys
 import time
 
 import jax
@@ -176,3 +178,15 @@ def test_what_attention_is_timed_on_is_the_same_attention():
     variant = attention_row.jax_variant(found["jaxtrain, xla"], [q, k, v, q], calls=2)
     variant.run()
     assert variant.facts["temp_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_clients_at_once_are_timed_against_one():
+    pytest.importorskip("uvicorn")
+    line = [sys.executable, "-m", "experiments.bench", "serve_http", "--slots", "2"]
+    line += ["--requests", "3", "--tokens", "4", "--rounds", "2"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["variants"]) == {"one by one", "all, 2 slots"}
+    assert found["variants"]["all, 2 slots"]["clients"] == 3

@@ -11,12 +11,14 @@ import types
 import urllib.request
 
 import jax
+import numpy as np
 import pytest
 
 from experiments.gpt import Config, build
 from jaxtrain import hf
 from jaxtrain.data import ByteTokenizer, SubwordTokenizer
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import opening
 from jaxtrain.hf.opening import Opened, open_model
 from jaxtrain.models import decoder
@@ -112,6 +114,22 @@ def test_a_tokenizer_of_more_tokens_than_the_model_s_is_refused(tmp_path, monkey
         else:
             with pytest.raises(ValueError, match="has 301 tokens, and the model 300"):
                 opening.open_model(str(tmp_path), "decoder", mesh=mesh)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_kernels_are_packed_as_they_are_read(run, tensor, tmp_path, monkeypatch):
+    mesh = make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
+    config = decoder.DecoderConfig(vocab_size=270, seq_len=64, layers=2, width=16, heads=2)
+    params = decoder.init(config, jax.random.key(0))
+    hf.save(tmp_path, config, jax.device_get(params))
+    tokenizer = types.SimpleNamespace(vocab_size=270, beginning=())
+    monkeypatch.setattr(opening.SubwordTokenizer, "load", lambda _: tokenizer)
+    for folder, whole in ((str(tmp_path), params), (run, trained.load(run)[1])):
+        found = open_model(folder, "decoder", mesh=mesh, quantize="int8").params
+        codes = found["blocks"]["mlp"]["up"]["kernel"].codes
+        assert codes.sharding.is_fully_replicated == (tensor == 1)
+        expected = Quantize("int8").params(whole, jax.random.key(0))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 CHAT = (

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoding import CausalDecoder, Pages
 from jaxtrain.models.generate import generate
+from jaxtrain.ops.cached import Rounded
 from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.serve.pages import PagePool, digests_of
 from jaxtrain.sharding.rules import as_rules, param_shardings
@@ -89,8 +92,9 @@ def own_requests():
     ]
 
 
-def check_company(trials, form="llama", dtype=jnp.float32, **sizes):
+def check_company(trials, form="llama", dtype=jnp.float32, quantize=None, **sizes):
     config, params = model_of(form, dtype)
+    params = Quantize(quantize, group=4).params(params, jax.random.key(0))
     engine = Engine(config, params, **SIZES | sizes)
     alone = [answers(engine, [request])[0] for request in own_requests()]
     assert len({tokens[0] for tokens, _ in alone}) > 1
@@ -116,10 +120,24 @@ def test_company_changes_no_bit():
     check_company(6)
 
 
+@pytest.mark.parametrize("form", ["windows", pytest.param("llama", marks=pytest.mark.slow)])
+def test_company_changes_no_bit_of_8_bits(form):
+    check_company(6, form, quantize="int8", cache="int8")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("sizes", [{}, {"slots": 7, "readers": 3, "pages": 14}, {"page": 8}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        {"slots": 7, "readers": 3, "pages": 14},
+        {"page": 8},
+        {"cache": "int8"},
+        {"quantize": "nf4", "cache": "int8"},
+    ],
+)
 def test_no_company_of_hundreds_changes_a_bit(form, dtype, sizes):
     check_company(56, form, dtype, **sizes)
 
@@ -185,6 +203,34 @@ def test_log_probabilities_are_the_model_s():
         assert logprob == pytest.approx(event.logprob, abs=1e-5)
 
 
+def test_a_cache_of_8_bits_rounds_keys_and_values_and_forgets_how_they_were_read():
+    config, params = model_of("llama")
+    (prompt,) = prompts(4, 8)
+    engines = [Engine(config, params, **SIZES, cache=kind) for kind in (None, "int8")]
+    plain, rounded = (answers(engine, [Request(prompt, 2, temperature=0)]) for engine in engines)
+    logprobs = [np.frombuffer(bits, np.float32) for ((_, bits),) in (plain, rounded)]
+    np.testing.assert_allclose(*logprobs, atol=0.03)
+    assert (logprobs[0] != logprobs[1]).all()
+    (k, _), (kept, _) = (engine._caches[0] for engine in engines)
+    # The definition; keys of the first layer, of the first page, come from no cache.
+    first = np.float64(k[0, 1])
+    assert np.abs(first).min() > 0
+    scale = np.abs(first).max(-1) / 127
+    np.testing.assert_allclose(kept.scale[0, 1], scale, rtol=1e-6)
+    assert (np.abs(np.float64(kept[0, 1]) - first) <= 0.5001 * scale[..., None]).all()
+    assert kept.codes.nbytes + kept.scale.nbytes == k.size * 1 + k.size // 4 * 4  # heads 4 wide
+    # Read one by one, tokens see what they see as a chunk: their own rounded, too.
+    model, rows = CausalDecoder(config), np.array([prompt, prompt[::-1]])
+    empty = Rounded(jnp.zeros((2, 5, 2, 4, 4), jnp.int8), jnp.zeros((2, 5, 2, 4)), jnp.float32)
+    pages = Pages(empty, empty, jnp.array([[1, 2], [3, 4]]))
+    extend = jax.jit(model.extend_every)
+    at, count = np.zeros(2, np.int32), np.ones(2, np.int32)
+    whole, _ = extend(params, pages, rows, at, 8 * count)
+    for step in range(8):
+        one, pages = extend(params, pages, rows[:, step : step + 1], at + step, count)
+        np.testing.assert_allclose(one[:, 0], whole[:, step], atol=1e-4)
+
+
 def test_what_is_not_finite_stays_with_its_own_request():
     config, params = model_of("untied")
     tokens = params["embed"]["tokens"].at[30].set(jnp.nan)
@@ -220,14 +266,22 @@ def cut_positions(params, count):
     return params | {"embed": embed | {"positions": embed["positions"][:count]}}
 
 
-@pytest.mark.parametrize("form", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
-def test_a_mesh_writes_the_same_tokens(form):
+@pytest.mark.parametrize(
+    ("form", "cache"),
+    [
+        pytest.param("gpt2", None, marks=pytest.mark.slow),
+        ("llama", None),
+        pytest.param("llama", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_writes_the_same_tokens(form, cache):
     config, params = model_of(form)
     mesh = jt.make_mesh(tensor=4, devices=jax.devices()[:4])
     placed = jax.device_put(params, param_shardings(params, mesh, as_rules(decoder.RULES)))
     asked = [Request(prompt, 8, temperature=0) for prompt in prompts(6, 3, 19, 8)]
-    found = answers(Engine(config, placed, **SIZES, mesh=mesh), asked)
-    expected = answers(Engine(config, params, **SIZES), asked)
+    given = SIZES | {"cache": cache}
+    found = answers(Engine(config, placed, **given, mesh=mesh), asked)
+    expected = answers(Engine(config, params, **given), asked)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
 
 
