@@ -15,6 +15,7 @@ import importlib, pkgutil, sys
 
 OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs"}
 OPTIONAL |= {"kubernetes", "mpi4py", "tokenizers", "pyarrow", "sklearn", "matplotlib"}
+OPTIONAL |= {"optuna", "cmaes"}
 OPTIONAL |= {"gguf", "torch", "huggingface_hub", "wandb", "mlflow", "trackio", "pynvml"}
 
 class Missing:
@@ -69,7 +70,7 @@ def test_every_module_imports_without_optional_packages():
 FLOORS = """
 host decisions tree jaxprs data loss sharding ops precision stages state layout compile optim flops
 finetune models engines step methods experiment build planning run hf serve predict evaluate compare
-landscape cli __main__
+landscape study cli __main__
 """
 RUN_FLOORS = """
 hook folder refusal checkpoints survive provenance observe options context trained hooks loop main
@@ -122,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 60278
+CEILING = 61605
 
 
 def test_the_house_does_not_grow_unseen():
