@@ -46,6 +46,8 @@ from jaxtrain.run.observe.report import live
 from jaxtrain.run.refusal import refuse_aliases, refusing
 from jaxtrain.serve import command as serve
 from jaxtrain.serve import generate_command as generate
+from jaxtrain.study import command as study
+from jaxtrain.study import runs_command as runs
 
 DESCRIPTION = (
     "Plans, checks, starts and reports training runs. `jaxtrain --version` prints the version."
@@ -336,6 +338,8 @@ COMMANDS = {
     "plan": Command(PlanOptions, run_plan, passes_on=True),
     "compare": Command(compare.CompareOptions, compare.run_compare, passes_on=True),
     "compose": Command(compose.ComposeOptions, compose.run_compose),
+    "study": Command(study.StudyOptions, study.run_study, passes_on=True),
+    "runs": Command(runs.RunsOptions, runs.run_runs),
     "replay": Command(ReplayOptions, run_replay),
     "landscape": Command(landscape.LandscapeOptions, landscape.run_landscape, passes_on=True),
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),

@@ -42,3 +42,7 @@ def centred_loss(params, model_state, batch, rng):
     if rng is not None:
         mean = 0.5 * (mean + batch["x"].mean(0))
     return problems.loss_fn(params, batch | {"x": batch["x"] - mean}, rng), {"mean": mean}
+
+
+if __name__ == "__main__":
+    jt.main(Config, build)

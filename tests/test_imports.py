@@ -15,6 +15,7 @@ import importlib, pkgutil, sys
 
 OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs"}
 OPTIONAL |= {"kubernetes", "mpi4py", "tokenizers", "pyarrow", "sklearn", "matplotlib"}
+OPTIONAL |= {"optuna", "cmaes"}
 OPTIONAL |= {"gguf", "torch", "huggingface_hub", "wandb", "mlflow", "trackio", "pynvml"}
 
 class Missing:
@@ -68,8 +69,13 @@ def test_every_module_imports_without_optional_packages():
 # file is a floor of its own.
 FLOORS = """
 host decisions tree jaxprs data loss sharding ops precision stages state layout compile optim flops
+<<<<<<< HEAD
 finetune models engines step methods experiment build planning run hf predict serve evaluate compare
 landscape cli __main__
+=======
+finetune models engines step methods experiment build planning run hf serve predict evaluate compare
+landscape study cli __main__
+>>>>>>> study
 """
 RUN_FLOORS = """
 hook folder refusal checkpoints survive provenance observe options context trained hooks loop main
@@ -122,7 +128,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 61659
+CEILING = 63092
 
 
 def test_the_house_does_not_grow_unseen():

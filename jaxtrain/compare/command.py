@@ -19,8 +19,7 @@ from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.host.paths import as_path, json_text, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
-from jaxtrain.run.main import load_config, load_experiment, simulate_devices
-from jaxtrain.run.provenance import flags_of, flatten
+from jaxtrain.run.main import flag_word, load_config, load_experiment, simulate_devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +114,7 @@ def make_variants(
     for values in itertools.product(*(values for _, values in given)):
         pairs = list(zip((name for name, _ in given), values, strict=True))
         name = " ".join(map("=".join, pairs))
-        words = [*flags, *(_flag(module_name, base, *pair) for pair in pairs)]
+        words = [*flags, *(_word(module_name, base, *pair) for pair in pairs)]
         with naming(name):
             variants[name] = load_experiment(module_name, words, command="compare")
     return variants
@@ -257,21 +256,8 @@ def _parse(text: str) -> tuple[str, list[str]]:
     return name, [value.strip() for value in values]
 
 
-def _flag(module_name: str, base: Any, name: str, value: str) -> str:
-    """Writes a flag of the experiment with a value that it takes."""
+def _word(module_name: str, base: Any, name: str, value: str) -> str:
     try:
-        old = flatten(flags_of(base))[name.replace("-", "_")]
-    except KeyError:
-        raise ValueError(f"--vary {name}: {module_name} has no flag --{name}") from None
-    word = f"--{name}={value}"
-    if isinstance(old, bool) and value.lower() in ("true", "false"):
-        group, dot, last = name.rpartition(".")
-        word = f"--{group}{dot}{'' if value.lower() == 'true' else 'no-'}{last}"
-    try:
-        tyro.cli(type(base), args=[word], default=base, console_outputs=False)
-    except SystemExit:
-        raise ValueError(
-            f"--vary {name}={value}: {module_name} does not take {word}; see python -m "
-            f"{module_name} --help"
-        ) from None
-    return word
+        return flag_word(module_name, base, name, value)
+    except ValueError as error:
+        raise ValueError(f"--vary {name}={value}: {error}") from None

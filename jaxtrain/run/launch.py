@@ -230,6 +230,31 @@ class _Signals:
             self.group.ask(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
+class Guard:
+    """A process that outlives this one and then kills what this one has started, however deep.
+
+    Attributes:
+      mark: the variable by which it knows a process, to be set in the environment of that.
+    """
+
+    def __init__(self):
+        self.mark = {_MARK: secrets.token_hex(16)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-IS", "-c", _GUARD, f"{_MARK}={self.mark[_MARK]}"],
+            # Not marked by a launcher around this one, whose guard would kill it first.
+            env={name: value for name, value in os.environ.items() if name != _MARK},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        """Ends it, where all that it looks after has ended."""
+        self._process.kill()
+        self._process.communicate()
+
+
 class Group:
     """Processes of one command that live and end together, and end with this one, however that
     ends.
@@ -254,22 +279,13 @@ class Group:
 
     def start(self) -> None:
         """Starts all, or none; raises OSError where one cannot be started."""
-        mark = secrets.token_hex(16)
-        self._guard = subprocess.Popen(
-            [sys.executable, "-IS", "-c", _GUARD, f"{_MARK}={mark}"],
-            # Not marked by a launcher around this one, whose guard would kill it first.
-            env={name: value for name, value in os.environ.items() if name != _MARK},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._guard = Guard()
         try:
             for index, environment in enumerate(self._environments, self._first):
-                self._start({**environment, _MARK: mark}, index)
+                self._start({**environment, **self._guard.mark}, index)
         except OSError:
             self._signal(signal.SIGKILL)
-            self._dismiss_guard()
+            self._guard.dismiss()
             raise
         if self._asked is not None:  # It came while they were being started.
             self._signal(self._asked)
@@ -291,10 +307,6 @@ class Group:
             reader = threading.Thread(target=self._copy, args=(source, sink, prefix), daemon=True)
             reader.start()
             self._readers.append(reader)
-
-    def _dismiss_guard(self) -> None:
-        self._guard.kill()
-        self._guard.communicate()
 
     def _copy(self, source: BinaryIO, sink: TextIO, prefix: bytes) -> None:
         with source:
@@ -352,7 +364,7 @@ class Group:
         until = time.monotonic() + _DRAIN_SECONDS
         for reader in self._readers:
             reader.join(max(0.0, until - time.monotonic()))
-        self._dismiss_guard()
+        self._guard.dismiss()
         return status
 
     def _deadlines(self, status: int, now: float, grace_seconds: float) -> dict[int, float]:

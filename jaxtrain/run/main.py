@@ -7,6 +7,7 @@ build)``.
 
 import contextlib
 import dataclasses
+import difflib
 import fractions
 import functools
 import importlib
@@ -36,7 +37,7 @@ from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import fit
 from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer
-from jaxtrain.run.refusal import refuse_aliases, refuse_misspelt, refusing, with_flags
+from jaxtrain.run.refusal import all_flags, refuse_aliases, refuse_misspelt, refusing, with_flags
 from jaxtrain.run.survive.diagnosis import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
 from jaxtrain.sharding.stack import Stack
@@ -428,6 +429,28 @@ def typed_fields(config: Any, flags: Sequence[str], others: Mapping[str, Any]) -
     default = dataclasses.replace(config, layout=config.layout.with_(others))
     found = _read_flags(type(config), flags, default, program_name())
     return {name for name in others if attrgetter(name)(found.layout) != others[name]}
+
+
+def flag_word(module_name: str, config: Any, flag: str, value: str) -> str:
+    """Returns the word of a command line that sets a flag of a module's config to a value. Raises
+    ValueError where there is no such flag, or where it does not take the value."""
+    kinds = {name: kind for *_, kind, name in all_flags(type(config))}
+    if flag not in kinds:
+        near = difflib.get_close_matches(flag, sorted(kinds), n=1)
+        meant = f": did you mean --{near[0]}?" if near else f"; see python -m {module_name} --help"
+        raise ValueError(f"{module_name} has no flag --{flag}{meant}")
+    word = f"--{flag}={value}"
+    if kinds[flag] is bool and value.lower() in ("true", "false"):
+        group, dot, last = flag.rpartition(".")
+        word = f"--{group}{dot}{'' if value.lower() == 'true' else 'no-'}{last}"
+    try:
+        with contextlib.redirect_stderr(None):  # tyro's own words for it
+            tyro.cli(type(config), args=[word], default=config, console_outputs=False)
+    except SystemExit:
+        raise ValueError(
+            f"{module_name} does not take {word}; see python -m {module_name} --help"
+        ) from None
+    return word
 
 
 def module_name(config_type: type) -> str:

@@ -16,6 +16,7 @@ import sysconfig
 import traceback
 import typing
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxtrain.host import exit_codes, storage
 
@@ -106,7 +107,7 @@ def refuse(error: Exception, *config_types: type) -> SystemExit:
 
 def refuse_aliases(config_type: type, arguments: Sequence[str]) -> None:
     """Ends the program where an argument is what other programs call one of its flags."""
-    flags = {flag for *_, flag in _all_flags(config_type)}
+    flags = {flag for *_, flag in all_flags(config_type)}
     known = flags & _ELSEWHERE.keys()
     names = {alias: flag for flag in known for alias in _ELSEWHERE[flag].split()}
     for word in arguments:
@@ -120,7 +121,7 @@ def refuse_aliases(config_type: type, arguments: Sequence[str]) -> None:
 def refuse_misspelt(command: type, config_type: type, arguments: Sequence[str]) -> None:
     """Ends the program where an argument is nearly an option of the command, and is none of the
     config's, to which tyro would compare it alone."""
-    own, flags = ({flag for *_, flag in _all_flags(kind)} for kind in (command, config_type))
+    own, flags = ({flag for *_, flag in all_flags(kind)} for kind in (command, config_type))
     for word in arguments:
         typed = word.partition("=")[0].removeprefix("--").replace("_", "-")
         near = difflib.get_close_matches(typed, sorted(own | flags), n=1, cutoff=0.75)
@@ -163,8 +164,8 @@ def with_flags(text: str, *config_types: type) -> str:
     """
     flags = {}
     for kind in config_types:  # where two fields have one name, it is the outer one's
-        found = sorted(_all_flags(kind), key=lambda each: each[0])
-        flags |= {name: flag for _, name, flag in reversed(found)}
+        found = sorted(all_flags(kind), key=lambda each: each[0])
+        flags |= {name: flag for _, name, _, flag in reversed(found)}
 
     def flag(found: re.Match[str]) -> str:
         name = flags.get(found[1])
@@ -173,15 +174,15 @@ def with_flags(text: str, *config_types: type) -> str:
     return _ARGUMENT.sub(flag, text)
 
 
-def _all_flags(
+def all_flags(
     config_type: type, prefix: str = "", depth: int = 0
-) -> Iterator[tuple[int, str, str]]:
-    """Every flag, with how many groups it is in and the name of its field."""
+) -> Iterator[tuple[int, str, Any, str]]:
+    """Every flag, with how many groups it is in, and the name and type of its field."""
     hints = typing.get_type_hints(config_type, include_extras=True)
     for field in dataclasses.fields(config_type):
         kind, flat = hints[field.name], typing.get_origin(hints[field.name]) is typing.Annotated
         kind = typing.get_args(kind)[0] if flat else kind
         if dataclasses.is_dataclass(kind):
-            yield from _all_flags(kind, prefix if flat else f"{prefix}{field.name}.", depth + 1)
+            yield from all_flags(kind, prefix if flat else f"{prefix}{field.name}.", depth + 1)
         else:
-            yield depth, field.name, f"{prefix}{field.name}".replace("_", "-")
+            yield depth, field.name, kind, f"{prefix}{field.name}".replace("_", "-")

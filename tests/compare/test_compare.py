@@ -129,7 +129,10 @@ def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was():
     [
         ([], "there is nothing to compare: give --vary"),
         (["--vary", "precision"], "--vary 'precision' is not known: write a flag and its values"),
-        (["--vary", "presicion=f32"], "--vary presicion: tests.small has no flag --presicion"),
+        (
+            ["--vary", "presicion=f32"],
+            "--vary presicion=f32: tests.small has no flag --presicion: did you mean --precision?",
+        ),
         (["--vary", "precision=f32,f8"], "--vary precision=f8: tests.small does not take"),
         (["--vary", "simulate-devices=1,2"], "--vary simulate-devices: one process has one"),
         (["--vary", "fault=false,true"], "variant fault=true: --global-batch is too odd"),

@@ -109,7 +109,7 @@ def load_of_flags(*flags):
 
 def test_every_flag_that_is_named_so_is_one_and_a_flag_of_ones_own_stays():
     configs = (gpt.Config, GenerateOptions)
-    flags = {flag for config in configs for *_, flag in refusal._all_flags(config)}
+    flags = {flag for config in configs for *_, flag in refusal.all_flags(config)}
     aliases = [word for words in refusal._ELSEWHERE.values() for word in words.split()]
     assert set(refusal._ELSEWHERE) - flags <= {"epochs"}
     assert not flags & set(aliases)

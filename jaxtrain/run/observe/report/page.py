@@ -60,8 +60,16 @@ def make_page(
     # No text of a run can end the script that holds it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = ", ".join(record.name for record in records)
-    page = importlib.resources.files(__package__).joinpath("page.html").read_text()
-    return page.replace("{{TITLE}}", html.escape(title)).replace("{{DATA}}", text)
+    return _template().replace("{{TITLE}}", html.escape(title)).replace("{{DATA}}", text)
+
+
+def stylesheet() -> str:
+    """Returns the style sheet of the page, for others that are to look like it."""
+    return _template().partition("<style>")[2].partition("</style>")[0]
+
+
+def _template() -> str:
+    return importlib.resources.files(__package__).joinpath("page.html").read_text()
 
 
 def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Studies: many runs of one experiment, whose flags a sampler chooses."""

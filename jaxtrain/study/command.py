@@ -1,0 +1,193 @@
+"""The command ``jaxtrain study``: many runs of an experiment, whose flags a sampler chooses."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import secrets
+import shlex
+import sys
+import threading
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import tyro
+
+from jaxtrain.host import exit_codes, output
+from jaxtrain.host.least import check_least
+from jaxtrain.host.paths import as_path, check_on_disk, read_json, write_whole
+from jaxtrain.host.signals import SignalWatch
+from jaxtrain.planning.targets import stay_on_cpu
+from jaxtrain.run.main import build_experiment, flag_word, load_config
+from jaxtrain.run.provenance import OF_START
+from jaxtrain.study import report
+from jaxtrain.study import space as spaces
+from jaxtrain.study.lease import FileLock, Lease
+from jaxtrain.study.trials import LEASES, LOCK, PRUNERS, SAMPLERS, Trials
+from jaxtrain.study.workers import Runs, check_devices, python_command, work
+
+STUDY = "study.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class StudyOptions:
+    """Searches flags of an experiment: each trial is a run in a folder of its own, with values that
+    a sampler chooses by the runs before.
+
+    All other flags go to the experiment, after -- those that have a name of one here. The same
+    command goes on with a study that was interrupted, and joins it from another host that sees its
+    folder.
+    """
+
+    experiment: tyro.conf.Positional[str]
+    """A module with Config and build(config), such as experiments.gpt."""
+    space: str
+    """TOML file of the flags that vary: a list of values, or a range such as
+    "optimizer.learning-rate" = {low = 1e-4, high = 1e-1, log = true}."""
+    study_dir: str
+    """Folder of the study, which is made: its trials' runs, its journal and its report."""
+    trials: int | None = None
+    """Number of trials in all; left out, the whole grid, with other samplers 40."""
+    workers: int = 1
+    """Number of trials at a time on this host, which share its cores and GPUs evenly."""
+    sampler: Literal[SAMPLERS] = "tpe"  # type: ignore[valid-type]
+    """Rule that chooses values: TPE, at random, every point of a grid, CMA-ES (for numbers), or
+    Gaussian processes (which need PyTorch)."""
+    pruner: Literal[PRUNERS] = "none"  # type: ignore[valid-type]
+    """Rule that ends bad trials at an evaluation of --eval-every: successive halving, or Hyperband;
+    none ends none."""
+    repeats: int = 1
+    """Runs of each trial, with --seed and the numbers after it; their mean counts, and the first
+    decides whether the trial is pruned."""
+    storage: str | None = None
+    """Optuna's URL of a database, such as postgresql://USER@HOST/NAME, in place of a journal in the
+    study's folder."""
+
+
+def run_study(options: StudyOptions, rest: list[str]) -> int:
+    """Does the study and writes its report."""
+    check_least(options, trials=1, workers=1, repeats=1)
+    check_on_disk(options.study_dir, "--study-dir")
+    stay_on_cpu()
+    module, config = load_config(options.experiment, rest, command="study", own=type(options))
+    if typed := [name for name in OF_START if getattr(config.run, name)]:
+        flag = f"--{typed[0].replace('_', '-')}"
+        raise ValueError(f"{flag} is of one run, and a study starts many in its --study-dir")
+    space = spaces.read_space(options.space, options.experiment, config, rest)
+    if options.repeats > 1 and "seed" in {each.flag for each in space}:
+        raise ValueError(f"`repeats` is {options.repeats} and the space has a seed: give one")
+    if options.sampler == "grid":
+        spaces.grid(space)  # refuses what cannot be counted
+    check_devices(options.workers, os.environ)
+    metadata = build_experiment(module, config, outline=True).metadata
+    run = config.run
+    metric, mode = (
+        (run.best_metric, run.best_mode)
+        if run.best_metric
+        else (metadata.best_metric, metadata.best_mode)
+    )
+    if options.pruner != "none" and not run.eval_every:
+        raise ValueError(
+            f"`pruner` is {options.pruner!r} and `eval_every` 0: give the steps between "
+            "evaluations, after which a trial may end"
+        )
+    record = {
+        "module": options.experiment,
+        "flags": rest,
+        "space": [dataclasses.asdict(each) for each in space],
+        "metric": f"eval/{metric}",
+        "mode": mode,
+        "seeds": [config.seed + i for i in range(options.repeats)],
+        "storage": _without_password(options.storage),
+    }
+    folder = pathlib.Path(options.study_dir)
+    name = join(folder, json.loads(json.dumps(record)))
+
+    def words(values: Mapping[str, Any]) -> list[str]:
+        given = values.items()
+        return [flag_word(options.experiment, config, n, spaces.text_of(v)) for n, v in given]
+
+    runs = Runs(
+        folder=folder,
+        command=python_command(options.experiment, rest),
+        words=words,
+        metric=record["metric"],
+        mode=mode,
+        takes_best=run.saves_best,
+        seeds=record["seeds"],
+    )
+    asked = threading.Event()
+    watch = SignalWatch(lambda number: asked.set())
+    with output.lasting(), watch, Lease(folder / LEASES) as lease:
+        trials = Trials(
+            folder,
+            space,
+            name=name,
+            mode=mode,
+            count=options.trials,
+            token=lease.token,
+            sampler=options.sampler,
+            pruner=options.pruner,
+            resources=(run.eval_every, config.steps),
+            storage=options.storage,
+            seed=config.seed,
+        )
+        done = work(
+            trials,
+            runs,
+            workers=options.workers,
+            environ=os.environ,
+            stop=asked.is_set,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    if not done:
+        print("interrupted: the same command goes on with the study", file=sys.stderr)
+        return exit_codes.PREEMPTED
+    with FileLock(folder / LOCK):
+        page = report.write(folder, trials.all(), runs)
+    if (best := report.best_of(trials.all(), mode)) is not None:
+        print(f"best         trial {best.number}, {runs.metric} {best.value:.5g}")
+        print(f"command      {shlex.join(report.command_of(runs, best))}")
+    print(f"report       {page}")
+    return 0
+
+
+def join(folder: pathlib.Path, record: Mapping[str, Any]) -> str:
+    """Begins a study in a folder, or joins the one that is there, and returns its name in storage.
+
+    Raises:
+      ValueError: another study is there, or something else.
+    """
+    (folder / LEASES).mkdir(parents=True, exist_ok=True)
+    path = as_path(folder / STUDY)
+    with FileLock(folder / LOCK):
+        if not path.exists():
+            if list(folder.glob("trial-*")):
+                raise ValueError(f"{folder} holds trials and no {STUDY}: choose another folder")
+            name = f"{record['module']}-{secrets.token_hex(4)}"
+            write_whole(path, json.dumps({"name": name, **record}, indent=2) + "\n")
+            return name
+    there = read_json(path)
+    for key, now in record.items():
+        if there.get(key) != now:
+            raise ValueError(
+                f"the study in {folder} has {key} {_told(there.get(key))} and not {_told(now)}: "
+                "give the same, or another --study-dir"
+            )
+    return there["name"]
+
+
+def _told(value: Any) -> str:
+    return shlex.join(value) if _are_words(value) else json.dumps(value)
+
+
+def _are_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _without_password(url: str | None) -> str | None:
+    if url is None:
+        return None
+    parts = urllib.parse.urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

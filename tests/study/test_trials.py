@@ -1,0 +1,160 @@
+"""Trials of a study, with objectives that are formulas in place of runs."""
+
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxtrain.study.lease import Lease, Leases
+from jaxtrain.study.space import Dimension, grid
+
+optuna = pytest.importorskip("optuna")
+from jaxtrain.study.trials import LEASES, SAMPLERS, Trials  # noqa: E402
+
+SPACE = [
+    Dimension("optimizer.learning-rate", low=1e-4, high=1.0, log=True),
+    Dimension("layers", low=1, high=4),
+    Dimension("optimizer.name", ("adamw", "sgd")),
+]
+POINTS = [
+    Dimension("optimizer.learning-rate", (1e-3, 1e-2, 1e-1)),
+    Dimension("layers", low=1, high=4, step=1),
+    Dimension("optimizer.name", ("adamw", "sgd")),
+]
+
+
+def loss(values):
+    far = math.log10(values["optimizer.learning-rate"]) + 2
+    return (
+        far**2 + 0.1 * (values["layers"] - 3) ** 2 + 0.2 * (values.get("optimizer.name") == "sgd")
+    )
+
+
+def open_trials(folder, space=SPACE, **given):
+    (folder / LEASES).mkdir(exist_ok=True)
+    given = {"name": "s", "mode": "min", "count": 24, "token": "here"} | given
+    return Trials(folder, space, **given)
+
+
+def do(trials):
+    """Does trials until there are none, and returns their values in order."""
+    found = []
+    while (claim := trials.claim()) is not None:
+        found.append(trials.tell(claim.number, [loss(claim.values)]))
+    return found
+
+
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "gp"])
+def test_samplers_come_near_the_best(sampler, tmp_path):
+    if sampler == "cmaes":
+        pytest.importorskip("cmaes")
+    trials = open_trials(tmp_path, POINTS if sampler == "grid" else SPACE, sampler=sampler)
+    losses = do(trials)
+    assert len(losses) == 24
+    assert trials.is_over()
+    assert min(losses) < (1e-9 if sampler == "grid" else 0.6)
+    if sampler == "grid":  # every point once
+        told = [tuple(trial.params.items()) for trial in trials.all()]
+        assert sorted(told) == sorted(tuple(point.items()) for point in grid(POINTS))
+    else:  # what has been drawn is not drawn again by whoever goes on
+        more = open_trials(tmp_path, sampler=sampler, count=30)
+        do(more)
+        assert len({str(trial.params) for trial in more.all()}) == 30
+
+
+HANG = """
+import sys, time
+from jaxtrain.study.lease import Lease
+from tests.study.test_trials import LEASES, open_trials
+import pathlib
+folder = pathlib.Path(sys.argv[1])
+with Lease(folder / LEASES) as lease:
+    claim = open_trials(folder, token=lease.token).claim()
+    print(claim.number, dict(claim.values), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_process_loses_no_trial_and_doubles_none(tmp_path):
+    """Killed with a trial of its own, and the journal cut off as by a kill within a write."""
+    (tmp_path / LEASES).mkdir()
+    root = pathlib.Path(__file__).parents[2]
+    command = [sys.executable, "-c", HANG, str(tmp_path)]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        number, _, told = process.stdout.readline().partition(" ")
+        first = open_trials(tmp_path, count=8, seed=1).claim()
+        assert (int(number), first.number) == (0, 1)  # what the other has is not taken
+        process.send_signal(signal.SIGKILL)
+    journal = tmp_path / "journal.log"
+    os.truncate(journal, journal.stat().st_size - 20)
+    trials = open_trials(tmp_path, count=8, seed=1)
+    again = trials.claim()
+    assert again.number == 0
+    assert str(dict(again.values)) == told.strip()
+    trials.tell(0, [loss(again.values)])
+    trials.tell(1, [loss(first.values)])
+    do(trials)
+    done = open_trials(tmp_path, count=8).all()
+    assert [(trial.number, trial.state.name) for trial in done] == [
+        (i, "COMPLETE") for i in range(8)
+    ]
+    assert all(isinstance(json.loads(line), dict) for line in journal.read_bytes().splitlines())
+
+
+def test_a_trial_is_told_by_its_owner_alone(tmp_path):
+    here = open_trials(tmp_path)
+    claim = here.claim()
+    (tmp_path / LEASES / "here.json").write_text('{"ended": true}')
+    there = open_trials(tmp_path, token="there")
+    assert there.claim().values == claim.values
+    assert here.tell(claim.number, [0.0]) is None  # taken for dead, it comes too late
+    assert there.tell(claim.number, [math.nan, 1.0]) == math.inf
+    assert there.all()[0].user_attrs["values"] == [math.inf, 1.0]
+
+
+def test_a_lease_that_no_longer_changes_is_of_a_dead_process(tmp_path):
+    now = [0.0]
+    leases = Leases(tmp_path, clock=lambda: now[0])
+    with Lease(tmp_path) as lease:
+        assert not leases.is_dead(lease.token)
+    assert leases.is_dead(lease.token)
+    other = tmp_path / "other.json"
+    for beat in (1, 2):  # on a host whose clock nobody knows
+        other.write_text(json.dumps({"host": "elsewhere", "pid": 1, "beat": beat}))
+        assert not leases.is_dead("other")
+        now[0] += 59
+        assert not leases.is_dead("other")
+    now[0] += 2
+    assert leases.is_dead("other")
+
+
+def test_pruners_end_what_is_worse_than_the_rest(tmp_path):
+    for pruner in ("halving", "hyperband"):
+        folder = tmp_path / pruner
+        folder.mkdir()
+        trials = open_trials(folder, count=18, pruner=pruner, resources=(1, 9))
+        steps = 0
+        while (claim := trials.claim()) is not None:
+            for step in range(1, 10):
+                steps += 1
+                if trials.report(claim.number, step, loss(claim.values) + 1 / step):
+                    trials.prune(claim.number)
+                    break
+            else:
+                trials.tell(claim.number, [loss(claim.values)])
+        states = [trial.state.name for trial in trials.all()]
+        assert states.count("PRUNED") >= 5, pruner
+        assert steps < 0.75 * 18 * 9
+        best = min(trials.all(), key=lambda trial: loss(trial.params))
+        assert best.state.name == "COMPLETE"
+
+
+@pytest.mark.slow
+def test_gaussian_processes_come_nearest(tmp_path):
+    pytest.importorskip("torch")
+    assert min(do(open_trials(tmp_path, SPACE[:2], sampler="gp", count=16))) < 0.05
