@@ -11,6 +11,7 @@ Shapes: B batch, T positions, N = B * T tokens, D width, F hidden width, H query
 value heads, K features per head, V rows of the token table.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from jaxtrain.ops.cached import Tiles, chunk_attention
 from jaxtrain.ops.linear import matmul, matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
+from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
@@ -165,11 +167,9 @@ def block(
     """
 
     def attend(q_BTHK, k_BTGK, v_BTGK):
-        packing = {"segments_BT": segments_BT, "dropout": config.attention_dropout}
         # The two residual branches fold in 0 and 1.
-        return row_attention(
-            config, index, q_BTHK, k_BTGK, v_BTGK, **packing, rng=fold(rng, 2)
-        ), None
+        how = {"segments_BT": segments_BT, "rng": fold(rng, 2)}
+        return row_attention(config, index, q_BTHK, k_BTGK, v_BTGK, **how), None
 
     warn_if_whole(x_BTD.shape[1])
     angles = row_angles(config, index, positions_BT, x_BTD.shape[1])
@@ -189,7 +189,14 @@ def is_local(config: BlockConfig, index: int | jax.Array) -> bool | jax.Array:
 
 
 def row_attention(
-    config: BlockConfig, index: int | jax.Array, q_BTHK, k_BTGK, v_BTGK, **options: Any
+    config: BlockConfig,
+    index: int | jax.Array,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    rng: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of rows to themselves, as layer ``index`` has it.
 
@@ -204,22 +211,26 @@ def row_attention(
     Args:
       config, index: the layer.
       q_BTHK, k_BTGK, v_BTGK: queries, keys and values.
-      options: of :func:`jaxtrain.ops.attention.attention`.
+      segments_BT: int32 document numbers.
+      rng: key for dropout; None means none.
     """
-    attend = functools.partial(
-        attention,
-        causal=config.causal,
-        window=config.window,
-        scale=_scale(config),
-        softcap=config.attention_softcap,
-        implementation=config.attention,
-        **options,
-    )
     local, pattern = is_local(config, index), config.window_pattern
-    if isinstance(local, bool):
-        return attend(q_BTHK, k_BTGK, v_BTGK)
-    with branch_shares(pattern.count(False), pattern.count(True)):
-        return attend(q_BTHK, k_BTGK, v_BTGK, windowed=local)
+    known = isinstance(local, bool)
+    counts = map(pattern.count, (False, True))
+    mask = Mask(config.causal, config.window, segments_BT, windowed=None if known else local)
+    shares = contextlib.nullcontext() if known else branch_shares(*counts)
+    with shares:
+        return attention(
+            q_BTHK,
+            k_BTGK,
+            v_BTGK,
+            mask,
+            scale=_scale(config),
+            softcap=config.attention_softcap,
+            dropout=config.attention_dropout,
+            rng=rng,
+            implementation=config.attention,
+        )
 
 
 def step_attention(

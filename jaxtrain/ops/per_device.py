@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.decisions import Reason, Why
+from jaxtrain.ops.mask import Mask
 from jaxtrain.sharding.placement import free_axes
 
 
@@ -50,16 +51,18 @@ def on_each_device(
     q_BTHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
-    segments_BT: jax.Array | None,
+    mask: Mask,
 ) -> jax.Array:
     """Returns what ``kernel`` makes of these, each device's part on that device.
+
+    The mask has document numbers of the queries at most, and no bias.
 
     Key heads that the mesh axes of the heads do not divide are repeated, as often as it takes for
     every device to have those of its own query heads.
     """
     free = not_taken_over()
     if not free:
-        return kernel(q_BTHK, k_BSGK, v_BSGK, segments_BT)
+        return kernel(q_BTHK, k_BSGK, v_BSGK, mask)
     (batch, _), (heads, parts) = split_over("batch"), split_over("heads")
     batch, heads, G = batch or None, heads or None, k_BSGK.shape[2]
     split = P(batch, None, heads, None)
@@ -67,11 +70,11 @@ def on_each_device(
         k_BSGK, v_BSGK = (jnp.repeat(x, math.lcm(G, parts) // G, axis=2) for x in (k_BSGK, v_BSGK))
     return jax.shard_map(
         kernel,
-        in_specs=(split, split, split, None if segments_BT is None else P(batch, None)),
+        in_specs=(split, split, split, P(batch)),
         out_specs=split,
         # All that surrounding code (a pipeline) has not taken: the kernel is compiled only where
         # no axis is left to the partitioner.
         axis_names=free,
         # The kernel does not say over which axes its results differ.
         check_vma=False,
-    )(q_BTHK, k_BSGK, v_BSGK, segments_BT)
+    )(q_BTHK, k_BSGK, v_BSGK, mask)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import MASKED, drop, soft_cap, soft_cap_slope, wide
 from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import constrain
@@ -33,25 +34,21 @@ UNROLLED = 4
 KEPT = 4
 
 
+# Entered with the rows of a tile, in place of those that are chosen.
+tile_rows = jax.make_user_context(None)
+
+
 def tiled_attention(
     q_BTHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
+    mask: Mask,
     *,
-    causal: bool,
-    window: int | None,
-    segments: tuple[jax.Array, jax.Array] | None,
-    bias_HO: jax.Array | None,
     softcap: float | None,
     dropout: float,
     rng: jax.Array | None,
-    block: int | None,
-    windowed: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, of checked shapes.
-
-    ``segments`` are the document numbers of the queries, [B, T], and of the keys, [B, S].
-    ``windowed`` says whether the window holds, where that is not known; there is then no bias.
 
     Returns:
       [B, T, H, K] in the dtype of ``q_BTHK``.
@@ -60,15 +57,17 @@ def tiled_attention(
     # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    block = block or _block(T)
+    block = tile_rows.value or _block(T)
     short = -(-T // block) <= UNROLLED
     queries = T if short else -(-T // block) * block
-    form = _Form(causal, window, softcap, block, dropout, S, queries)
-    rng = rng if dropout else None
-    bias_GRO = None if bias_HO is None else bias_HO.astype(wide(q.dtype)).reshape(G, H // G, -1)
-    if windowed is not None:
-        out_BGRTK = _either(form, short, windowed, q, k, v, segments, rng)
+    form = _Form(mask.causal, mask.window, softcap, block, dropout, S, queries)
+    segments, rng = mask.documents, rng if dropout else None
+    if mask.windowed is not None:
+        out_BGRTK = _either(form, short, mask.windowed, q, k, v, segments, rng)
     else:
+        bias_GRO = mask.bias
+        if bias_GRO is not None:
+            bias_GRO = bias_GRO.astype(wide(q.dtype)).reshape(G, H // G, -1)
         out_BGRTK = (_tiled if short else _long)(form, q, k, v, segments, bias_GRO, rng)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
 

@@ -19,6 +19,7 @@ from jaxtrain.build import build_step, make_abstract_state
 from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
+from jaxtrain.ops.mask import Mask
 from jaxtrain.run import options
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.placement import constrain
@@ -68,7 +69,7 @@ def softmax_attention(q_BTHK, k_BSGK, v_BSGK, bias, *, scale, mask_type, variadi
 def loss(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal=True):
     q_BTHK = constrain(q_BTHK, "batch", "sequence", "heads", None)
     k, v = (constrain(x, "batch", "sequence", "kv_heads", None) for x in (k_BSGK, v_BSGK))
-    out = attention(q_BTHK, k, v, segments_BT=segments_BT, causal=causal).astype(jnp.float32)
+    out = attention(q_BTHK, k, v, Mask(causal, segments=segments_BT)).astype(jnp.float32)
     return jnp.sin(out).sum(axis=(1, 2, 3)), out
 
 
