@@ -46,8 +46,8 @@ class MeshShape:
     """Splits heads, MLP width and vocabulary."""
     pipe: int = 1
     """Splits the layers; see the pipeline options."""
-    context: Annotated[int, Suppress] = 1
-    """Splits the sequence; of a library user's layout, without a flag."""
+    context: int = 1
+    """Splits the positions of rows, which attention exchanges for heads where this divides them."""
     expert: Annotated[int, Suppress] = 1
     """Splits the experts of a mixture; of a library user's layout, without a flag."""
     dcn_data: int = 1

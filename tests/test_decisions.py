@@ -47,6 +47,14 @@ def kernel(backend="gpu", mesh=None, rows=8, **shape):
         return ops._choose("auto", backend=backend, **given).need
 
 
+def split(heads):
+    """The reason of the exchange in attention whose rows two devices split."""
+    q = jax.ShapeDtypeStruct((4, 8, heads, 4), jnp.float32)
+    with tracing_on(jt.make_mesh(data=4, context=2), None) as found:
+        jax.eval_shape(ops.attention, q, q, q)
+    return found[Kind.CONTEXT][0].reason
+
+
 def differentiated_twice(monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: "tpu")
     q = jax.ShapeDtypeStruct((8, 128, 2, 64), jnp.bfloat16)
@@ -78,7 +86,8 @@ REACHED = {
     Why.HEAD_WIDTH: lambda: kernel(head_dim=12),
     Why.EVEN_ROWS: lambda: kernel(length=3, mask=Mask(segments=np.ones((8, 3)))),
     Why.WHOLE_TILES: lambda: kernel("tpu", length=100),
-    Why.WHOLE_ROWS: lambda: kernel(mesh={"data": 4, "context": 2}),
+    Why.HEADS_DIVIDE: lambda: split(heads=2),
+    Why.FEW_HEADS: lambda: split(heads=3),
     Why.DIVISIBLE: lambda: kernel(rows=9),
     Why.ONE_GRADIENT: differentiated_twice,
 }

@@ -38,7 +38,7 @@ def layouts():
         return st.builds(kind, **fields, **given)
 
     calls = {"steps_per_call": st.just(1)}  # no other number goes with an offloaded optimizer
-    alone = {"context": st.just(1), "expert": st.just(1)}  # without a flag
+    alone = {"expert": st.just(1)}  # without a flag
     return of(jt.Layout, mesh=of(MeshShape, **alone), pipeline=of(PipelineLayout), **calls)
 
 

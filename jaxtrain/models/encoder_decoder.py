@@ -32,7 +32,7 @@ from flax import nnx
 from jax import export
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import layers
+from jaxtrain.models import decoder, layers
 from jaxtrain.models.config import INIT_STD, Activation, BlockConfig, TokenFields, fill
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.lookup import look_up
@@ -64,6 +64,8 @@ RULES = OptionalRules(
         (r"^head/kernel$", ("embed", "vocab")),
     )
 )
+
+BATCH = OptionalRules((*decoder.BATCH, (r"^source(_segments)?$", ("batch", "sequence"))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,12 +36,13 @@ from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.remat import PRODUCT, keeping, rematerialised
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 from jaxtrain.sharding.placement import (
+    check_length,
     constrain,
     gather_sequence,
     pin_residual,
     scatter_sequence,
     splits_residual,
-    warn_if_whole,
+    splits_rows,
 )
 from jaxtrain.stages import Stages
 from jaxtrain.tree import named_leaves
@@ -171,7 +172,7 @@ def block(
         how = {"segments_BT": segments_BT, "rng": fold(rng, 2)}
         return row_attention(config, index, q_BTHK, k_BTGK, v_BTGK, **how), None
 
-    warn_if_whole(x_BTD.shape[1])
+    check_length(x_BTD.shape[1])
     angles = row_angles(config, index, positions_BT, x_BTD.shape[1])
     return apply(Block, config, params)(x_BTD, angles, attend, rng=rng, index=index)[0]
 
@@ -262,7 +263,8 @@ def row_angles(
     if config.local_rope_theta is not None:
         own = rotary_frequencies(config.head_dim, theta=config.local_rope_theta)
         frequencies = jnp.where(is_local(config, index), own, frequencies)
-    return rotary_angles(positions_BT, frequencies)
+    angles = rotary_angles(positions_BT, frequencies)
+    return tuple(constrain(x, "batch", "sequence", None) for x in angles)
 
 
 def _scale(config: BlockConfig) -> float | None:
@@ -579,9 +581,11 @@ def _sum_of_parts(layer: Dense, x_BTF: jax.Array) -> jax.Array:
 def _rows(x_BTD: jax.Array) -> jax.Array:
     """[N, D]: with [B, T, D] the weight's gradient transposes and copies on CPU, at twice the time.
 
-    But [B, T, D] where a product's result is scattered over the sequence.
+    But [B, T, D] where a product's result is scattered over the sequence, or rows are split: tokens
+    of several rows that are split are no contiguous part of them all, and would be gathered.
     """
-    return x_BTD if splits_residual(x_BTD.shape[1]) else x_BTD.reshape(-1, x_BTD.shape[-1])
+    split = splits_rows(x_BTD.shape[1])
+    return x_BTD if split else x_BTD.reshape(-1, x_BTD.shape[-1])
 
 
 def _hidden(x: jax.Array) -> jax.Array:

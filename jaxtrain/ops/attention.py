@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.decisions import Kernel, Kind, Reason, Why
-from jaxtrain.ops import per_device, splash
+from jaxtrain.ops import context, per_device, splash
 from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.tiled import tiled_attention
@@ -124,10 +124,11 @@ def attention(
         # and fails inside a pipeline; each device's own part needs no rule.
         kernel = functools.partial(KERNELS[chosen].compute, softcap=softcap)
         run = functools.partial(per_device.on_each_device, kernel)
-        return mask.either(run, q_BTHK, k_BSGK, v_BSGK)
+        kernel = lambda *qkv_mask: qkv_mask[-1].either(run, *qkv_mask[:-1])  # noqa: E731
+        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, draws=dropout > 0)
+    kernel = functools.partial(tiled_attention, softcap=softcap, dropout=dropout, rng=rng)
     with jax.named_scope(KERNEL_SCOPE):
-        how = {"softcap": softcap, "dropout": dropout, "rng": rng}
-        return tiled_attention(q_BTHK, k_BSGK, v_BSGK, mask, **how)
+        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, draws=dropout > 0)
 
 
 def choose(implementation: str, **shape: Any) -> str:

@@ -31,6 +31,8 @@ class Mask:
         [T, S] but within a tile. The xla form alone has it.
       windowed: bool scalar, where it is not known while tracing whether the window holds: both
         forms are compiled, and a branch takes one; there can be no bias.
+      positions: int32 [T], of the queries among the keys; None means 0 .. T - 1. The xla form alone
+        has them, and then no bias; they are given where a device has some of the queries.
     """
 
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -39,6 +41,7 @@ class Mask:
     key_segments: jax.Array | None = None
     bias: jax.Array | None = None
     windowed: jax.Array | None = None
+    positions: jax.Array | None = None
 
     def check(self, T: int, S: int, H: int) -> None:
         """Raises ValueError unless it fits T queries of H heads and S keys."""
@@ -71,6 +74,11 @@ class Mask:
             return None
         keys = self.segments if self.key_segments is None else self.key_segments
         return self.segments, keys
+
+    @property
+    def numbers(self) -> tuple[tuple[jax.Array, jax.Array] | None, jax.Array | None]:
+        """The ``documents``, and the positions of the queries."""
+        return self.documents, self.positions
 
     def either(self, run: Callable[..., jax.Array], *qkv: jax.Array) -> jax.Array:
         """Returns ``run(*qkv, mask)`` with the window, or without where ``windowed`` is false."""

@@ -104,6 +104,9 @@ def arrays(G, *, packed, B=8, T=8, S=8, H=4, K=8):
         ({"data": 2, "tensor": 4}, 2, False, "4x8x1x8"),
         ({"pipe": 2, "fsdp": 2, "tensor": 2}, 4, True, "2x8x2x8"),
         ({"pipe": 2, "tensor": 4}, 2, False, "4x8x1x8"),
+        # Positions are exchanged for heads.
+        ({"data": 2, "context": 2, "tensor": 2}, 2, True, "4x8x1x8"),
+        ({"pipe": 2, "context": 4}, 2, True, "4x8x1x8"),
         pytest.param({"data": 4, "tensor": 2}, 4, False, "2x8x2x8", marks=pytest.mark.slow),
         pytest.param({"pipe": 2, "data": 4}, 1, True, "1x8x4x8", marks=pytest.mark.slow),
         pytest.param({"pipe": 8}, 1, False, "1x8x4x8", marks=pytest.mark.slow),
@@ -175,7 +178,7 @@ def test_queries_may_differ_from_keys_in_number(on_gpus):
 @pytest.mark.parametrize(
     ("sizes", "changes", "reason"),
     [
-        ({"context": 2, "data": 4}, {}, "whole rows on every device, and mesh axis 'context'"),
+        ({"context": 8}, {}, "query heads that mesh axes context of size 8 divide, and they are 4"),
         ({"tensor": 8}, {}, "query heads that mesh axes tensor of size 8 divide, and they are 4"),
         ({"data": 8}, {"T": 7, "S": 7}, "packed rows of an even length, and it is 7"),
     ],
