@@ -441,7 +441,7 @@ def of_layers(config: Any, model: Any) -> dict[str, Any]:
         "init_fn": functools.partial(module.init, model),
         "params": None if source is None else lambda: source.weights(model, _pieces(config, model)),
         "loss_fn": None,
-        "rules": Rules(module.RULES),
+        "rules": Rules(module.RULES, batch=module.BATCH),
         "gathers_layers": True,
         "stages": module.stages(model),
     }

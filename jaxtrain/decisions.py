@@ -19,6 +19,7 @@ class Kind(enum.Enum):
     GATHER = "weights are gathered"
     ENGINE = "gradients are computed"
     ATTENTION = "attention"
+    CONTEXT = "rows are split"
     HIDING = "communication is hidden"
     BITS = "bits are the same in every run"
     METHOD = "method"
@@ -62,8 +63,10 @@ class Why(enum.Enum):
     HEAD_WIDTH = "a head width that is a multiple of 8 up to 128, and it is {width}"
     EVEN_ROWS = "packed rows of an even length, and it is {length}"
     WHOLE_TILES = "rows whose length is a multiple of {lanes}, and it is {length}"
-    WHOLE_ROWS = "whole rows on every device, and mesh axis 'context' splits them"
     DIVISIBLE = "{what} that mesh axes {axes} of size {parts} divide, and they are {size}"
+    # Attention where rows are split by position:
+    HEADS_DIVIDE = "for {axes} of size {parts} divide its {heads} heads"
+    FEW_HEADS = "for {axes} of size {parts} do not divide its {heads} heads"
     ONE_GRADIENT = "a gradient that is taken once, for its own has no derivative"
 
     def __call__(self, **facts: Any) -> "Reason":
@@ -104,6 +107,17 @@ class Kernel(NamedTuple):
 
     def __str__(self) -> str:
         return self.used if self.need is None else f"{self.used} ({self.wanted} needs {self.need})"
+
+
+class Positions(NamedTuple):
+    """The exchange of attention whose rows are split by position, and why it is this one."""
+
+    exchanged: str  # "heads" for positions, or all "keys"
+    reason: Reason
+
+    def __str__(self) -> str:
+        how = {"heads": "exchanges positions for heads", "keys": "gathers keys and values"}
+        return f"attention {how[self.exchanged]}, {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)

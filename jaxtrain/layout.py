@@ -11,9 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
-
-from tyro.conf import Suppress
+from typing import Any, Literal, Self
 
 from jaxtrain.host.least import check_least
 from jaxtrain.ops.attention import IMPLEMENTATIONS
@@ -46,8 +44,8 @@ class MeshShape:
     """Splits heads, MLP width and vocabulary."""
     pipe: int = 1
     """Splits the layers; see the pipeline options."""
-    context: Annotated[int, Suppress] = 1
-    """Splits the sequence; of a library user's layout, without a flag."""
+    context: int = 1
+    """Splits the positions of rows, which attention exchanges for heads where this divides them."""
     expert: int = 1
     """Splits the experts of a mixture, and the batch everywhere else."""
     dcn_data: int = 1

@@ -12,6 +12,7 @@ from jaxtrain.decisions import Kind, Why, describe
 from jaxtrain.engines.plain import Engine, plain
 from jaxtrain.engines.reduction import find_shards, why_not
 from jaxtrain.ops import attention as ops
+from jaxtrain.ops.mask import Mask
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.observe.summary import header_facts
@@ -46,6 +47,14 @@ def kernel(backend="gpu", mesh=None, rows=8, **shape):
         return ops._choose("auto", backend=backend, **given).need
 
 
+def split(heads):
+    """The reason of the exchange in attention whose rows two devices split."""
+    q = jax.ShapeDtypeStruct((4, 8, heads, 4), jnp.float32)
+    with tracing_on(jt.make_mesh(data=4, context=2), None) as found:
+        jax.eval_shape(ops.attention, q, q, q)
+    return found[Kind.CONTEXT][0].reason
+
+
 def differentiated_twice(monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: "tpu")
     q = jax.ShapeDtypeStruct((8, 128, 2, 64), jnp.bfloat16)
@@ -67,17 +76,18 @@ REACHED = {
     Why.NO_LEADING_ROWS: lambda: traced(rules=[("^x$", (None, None))]),
     Why.INDIVISIBLE: lambda: traced(**{k: v[:24] for k, v in losses.rows().items()}),
     Why.CHIP: lambda: ops._obstacle("cudnn", backend="tpu"),
-    Why.NO_BIAS: lambda: kernel(only_xla=Why.NO_BIAS),
-    Why.OWN_KEYS: lambda: kernel(only_xla=Why.OWN_KEYS),
+    Why.NO_BIAS: lambda: kernel(mask=Mask(bias=np.ones((2, 255)))),
+    Why.OWN_KEYS: lambda: kernel(mask=Mask(key_segments=np.ones((8, 128)))),
     Why.NO_DROPOUT: lambda: kernel(dropout=0.1),
     Why.KEYS: lambda: kernel("tpu", sizes=(8, 2, 64)),
     Why.NO_SOFTCAP: lambda: kernel(softcap=1.0),
-    Why.CAUSAL_WINDOW: lambda: kernel(window=2, causal=False),
+    Why.CAUSAL_WINDOW: lambda: kernel(mask=Mask(False, window=2)),
     Why.DTYPE: lambda: kernel(dtype="float32"),
     Why.HEAD_WIDTH: lambda: kernel(head_dim=12),
-    Why.EVEN_ROWS: lambda: kernel(length=3, packed=True),
+    Why.EVEN_ROWS: lambda: kernel(length=3, mask=Mask(segments=np.ones((8, 3)))),
     Why.WHOLE_TILES: lambda: kernel("tpu", length=100),
-    Why.WHOLE_ROWS: lambda: kernel(mesh={"data": 4, "context": 2}),
+    Why.HEADS_DIVIDE: lambda: split(heads=2),
+    Why.FEW_HEADS: lambda: split(heads=3),
     Why.DIVISIBLE: lambda: kernel(rows=9),
     Why.ONE_GRADIENT: differentiated_twice,
 }

@@ -69,13 +69,8 @@ def test_every_module_imports_without_optional_packages():
 # file is a floor of its own.
 FLOORS = """
 host decisions tree jaxprs data loss sharding ops precision stages state layout compile optim flops
-<<<<<<< HEAD
 finetune models engines step methods experiment build planning run hf predict serve evaluate compare
-landscape cli __main__
-=======
-finetune models engines step methods experiment build planning run hf serve predict evaluate compare
 landscape study cli __main__
->>>>>>> study
 """
 RUN_FLOORS = """
 hook folder refusal checkpoints survive provenance observe options context trained hooks loop main
@@ -128,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 63092
+CEILING = 63288
 
 
 def test_the_house_does_not_grow_unseen():

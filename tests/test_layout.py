@@ -38,8 +38,7 @@ def layouts():
         return st.builds(kind, **fields, **given)
 
     calls = {"steps_per_call": st.just(1)}  # no other number goes with an offloaded optimizer
-    alone = {"context": st.just(1)}  # without a flag
-    return of(jt.Layout, mesh=of(MeshShape, **alone), pipeline=of(PipelineLayout), **calls)
+    return of(jt.Layout, mesh=of(MeshShape), pipeline=of(PipelineLayout), **calls)
 
 
 @settings(max_examples=10, deadline=None)

@@ -16,6 +16,7 @@ import numpy as np
 
 from experiments.bench import Rounds, Variant, Work, row
 from jaxtrain.ops import attention as ops
+from jaxtrain.ops.tiled import tile_rows
 
 # Rows, tokens, heads, features and dtype where no flag says otherwise.
 SHAPES = {"cpu": (4, 512, 6, 64, "float32"), "gpu": (4, 4096, 16, 128, "bfloat16")}
@@ -82,10 +83,12 @@ def implementations(T: int, K: int, dtype: str) -> dict[str, Callable[..., jax.A
         found[f"jaxtrain, {name}"] = lambda q, k, v, name=name: ops.attention(
             q, k, v, implementation=name
         )
-    found["jaxtrain, xla in one tile"] = lambda q, k, v: ops.attention(
-        q, k, v, implementation="xla", block=T
-    )
-    return found
+
+    def in_one_tile(q, k, v):
+        with tile_rows(T):
+            return ops.attention(q, k, v, implementation="xla")
+
+    return found | {"jaxtrain, xla in one tile": in_one_tile}
 
 
 def jax_variant(function: Callable[..., jax.Array], operands: list[Any], calls: int) -> Variant:

@@ -96,6 +96,7 @@ def _layouts() -> Iterator[Capability]:
         ("data parallel", "data=2", "data|mesh"),
         ("fsdp", "fsdp=2", "fsdp|mesh"),
         ("tensor parallel", "tensor=2", "tensor|mesh"),
+        ("context parallel", "context=2", "context|mesh|positions"),
         ("pipeline, 1F1B", f"{pipe},pipeline.schedule=1f1b", "pipe|stage"),
         ("pipeline, interleaved", interleaved, "pipe|stage"),
         ("pipeline, GPipe", f"{pipe},pipeline.schedule=gpipe", "pipe|stage"),

@@ -73,6 +73,12 @@ RULES = OptionalRules(
     )
 )
 
+# Batch leaves [B, T], and [B, 2, T] of pairs, lie like the tokens of the residual stream.
+BATCH = OptionalRules(
+    (r"^(tokens|targets|mask|segments|positions)$", ("batch", *pair, "sequence"))
+    for pair in ((), (None,))
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ExpertFields, TokenFields):

@@ -55,6 +55,9 @@ RULES = OptionalRules(
     )
 )
 
+# Targets and masks may be of places, or of rows.
+BATCH = OptionalRules(((r"^(tokens|segments|positions|types)$", ("batch", "sequence")),))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderConfig(TokenFields):

@@ -32,10 +32,11 @@ from flax import nnx
 from jax import export
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import layers
+from jaxtrain.models import decoder, layers
 from jaxtrain.models.config import INIT_STD, Activation, BlockConfig, TokenFields, fill
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.lookup import look_up
+from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import drop
 from jaxtrain.sharding.placement import constrain, gather, pin_residual
 from jaxtrain.sharding.rules import OptionalRules
@@ -63,6 +64,8 @@ RULES = OptionalRules(
         (r"^head/kernel$", ("embed", "vocab")),
     )
 )
+
+BATCH = OptionalRules((*decoder.BATCH, (r"^source(_segments)?$", ("batch", "sequence"))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,7 +285,8 @@ def encode(
     del index
     S, segments = x["source"].shape[1], batch.get("source_segments")
     bias_HO = distance_bias(config, shared, "encoder", S)
-    attend = attend_with(config.block, bias_HO, segments, None, layers.fold(rng, 2))
+    mask = Mask(causal=False, segments=segments, bias=bias_HO)
+    attend = attend_with(config.block, mask, layers.fold(rng, 2))
     block = layers.apply(layers.Block, config.block, layer)
     return x | {"source": block(x["source"], None, attend, rng=rng)[0]}
 
@@ -320,13 +324,14 @@ def decode(
     if segments is not None and memory is None:
         raise ValueError("a batch with segments needs source_segments, the source's own")
     bias_HO = distance_bias(config, shared, "decoder", x["target"].shape[1])
-    other = dataclasses.replace(config.decoder, causal=False)
+    own = Mask(segments=segments, bias=bias_HO)
+    other = Mask(causal=False, segments=to_memory, key_segments=memory)
     block = layers.apply(DecoderBlock, config.decoder, layer)
     target_BTD, _ = block(
         x["target"],
         x["source"],
-        attend_with(config.decoder, bias_HO, segments, None, layers.fold(rng, 2)),
-        attend_with(other, None, to_memory, memory, layers.fold(rng, 4)),
+        attend_with(config.decoder, own, layers.fold(rng, 2)),
+        attend_with(config.decoder, other, layers.fold(rng, 4)),
         rng=rng,
     )
     return x | {"target": target_BTD}
@@ -451,30 +456,12 @@ PRESETS: Mapping[str, Callable[[], T5Config]] = {
 }
 
 
-def attend_with(
-    config: BlockConfig,
-    bias_HO: jax.Array | None,
-    segments: jax.Array | None,
-    key_segments: jax.Array | None,
-    rng: jax.Array | None = None,
-) -> layers.Attend:
+def attend_with(config: BlockConfig, mask: Mask, rng: jax.Array | None = None) -> layers.Attend:
     """Returns a layer's attention."""
 
     def attend(q_BTHK, k_BSGK, v_BSGK):
-        out_BTHK = attention(
-            q_BTHK,
-            k_BSGK,
-            v_BSGK,
-            causal=config.causal,
-            segments_BT=segments,
-            key_segments_BS=key_segments,
-            bias_HO=bias_HO,
-            scale=1.0,
-            dropout=config.attention_dropout,
-            rng=rng,
-            implementation=config.attention,
-        )
-        return out_BTHK, None
+        how = {"rng": rng, "dropout": config.attention_dropout, "implementation": config.attention}
+        return attention(q_BTHK, k_BSGK, v_BSGK, mask, scale=1.0, **how), None
 
     return attend
 

@@ -12,6 +12,7 @@ value heads, K features per head, V rows of the token table, L layers, E experts
 token.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from jaxtrain.ops.grouped import expert_mlp
 from jaxtrain.ops.linear import matmul, matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
+from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
@@ -38,12 +40,13 @@ from jaxtrain.ops.remat import PRODUCT, keeping, rematerialised
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 from jaxtrain.ops.routing import Routes, route
 from jaxtrain.sharding.placement import (
+    check_length,
     constrain,
     gather_sequence,
     pin_residual,
     scatter_sequence,
     splits_residual,
-    warn_if_whole,
+    splits_rows,
 )
 from jaxtrain.stages import Stages
 from jaxtrain.tree import named_leaves
@@ -175,14 +178,12 @@ def block(
     """
 
     def attend(q_BTHK, k_BTGK, v_BTGK):
-        packing = {"segments_BT": segments_BT, "dropout": config.attention_dropout}
         # The two residual branches fold in 0 and 1.
-        return row_attention(
-            config, index, q_BTHK, k_BTGK, v_BTGK, **packing, rng=fold(rng, 2)
-        ), None
+        how = {"segments_BT": segments_BT, "rng": fold(rng, 2)}
+        return row_attention(config, index, q_BTHK, k_BTGK, v_BTGK, **how), None
 
     x_BTD = hidden_states(x)
-    warn_if_whole(x_BTD.shape[1])
+    check_length(x_BTD.shape[1])
     angles = row_angles(config, index, positions_BT, x_BTD.shape[1])
     choose = functools.partial(
         route,
@@ -266,7 +267,14 @@ def is_local(config: BlockConfig, index: int | jax.Array) -> bool | jax.Array:
 
 
 def row_attention(
-    config: BlockConfig, index: int | jax.Array, q_BTHK, k_BTGK, v_BTGK, **options: Any
+    config: BlockConfig,
+    index: int | jax.Array,
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    *,
+    segments_BT: jax.Array | None = None,
+    rng: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of rows to themselves, as layer ``index`` has it.
 
@@ -281,22 +289,26 @@ def row_attention(
     Args:
       config, index: the layer.
       q_BTHK, k_BTGK, v_BTGK: queries, keys and values.
-      options: of :func:`jaxtrain.ops.attention.attention`.
+      segments_BT: int32 document numbers.
+      rng: key for dropout; None means none.
     """
-    attend = functools.partial(
-        attention,
-        causal=config.causal,
-        window=config.window,
-        scale=_scale(config),
-        softcap=config.attention_softcap,
-        implementation=config.attention,
-        **options,
-    )
     local, pattern = is_local(config, index), config.window_pattern
-    if isinstance(local, bool):
-        return attend(q_BTHK, k_BTGK, v_BTGK)
-    with branch_shares(pattern.count(False), pattern.count(True)):
-        return attend(q_BTHK, k_BTGK, v_BTGK, windowed=local)
+    known = isinstance(local, bool)
+    counts = map(pattern.count, (False, True))
+    mask = Mask(config.causal, config.window, segments_BT, windowed=None if known else local)
+    shares = contextlib.nullcontext() if known else branch_shares(*counts)
+    with shares:
+        return attention(
+            q_BTHK,
+            k_BTGK,
+            v_BTGK,
+            mask,
+            scale=_scale(config),
+            softcap=config.attention_softcap,
+            dropout=config.attention_dropout,
+            rng=rng,
+            implementation=config.attention,
+        )
 
 
 def step_attention(
@@ -328,7 +340,8 @@ def row_angles(
     if config.local_rope_theta is not None:
         own = rotary_frequencies(config.head_dim, theta=config.local_rope_theta)
         frequencies = jnp.where(is_local(config, index), own, frequencies)
-    return rotary_angles(positions_BT, frequencies)
+    angles = rotary_angles(positions_BT, frequencies)
+    return tuple(constrain(x, "batch", "sequence", None) for x in angles)
 
 
 def _scale(config: BlockConfig) -> float | None:
@@ -698,9 +711,11 @@ def _sum_of_parts(layer: Dense, x_BTF: jax.Array) -> jax.Array:
 def _rows(x_BTD: jax.Array) -> jax.Array:
     """[N, D]: with [B, T, D] the weight's gradient transposes and copies on CPU, at twice the time.
 
-    But [B, T, D] where a product's result is scattered over the sequence.
+    But [B, T, D] where a product's result is scattered over the sequence, or rows are split: tokens
+    of several rows that are split are no contiguous part of them all, and would be gathered.
     """
-    return x_BTD if splits_residual(x_BTD.shape[1]) else x_BTD.reshape(-1, x_BTD.shape[-1])
+    split = splits_rows(x_BTD.shape[1])
+    return x_BTD if split else x_BTD.reshape(-1, x_BTD.shape[-1])
 
 
 def _hidden(x: jax.Array) -> jax.Array:

@@ -41,6 +41,8 @@ RULES = OptionalRules(
     )
 )
 
+BATCH = OptionalRules()  # images have no positions
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig(ModelFields):

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.decisions import Kernel, Kind, Reason, Why
-from jaxtrain.ops import per_device, splash
+from jaxtrain.ops import context, per_device, splash
+from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.tiled import tiled_attention
 from jaxtrain.sharding.mesh import platform
@@ -77,35 +78,20 @@ def attention(
     q_BTHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
+    mask: Mask = Mask(),  # noqa: B008
     *,
-    causal: bool = True,
-    window: int | None = None,
-    segments_BT: jax.Array | None = None,
-    key_segments_BS: jax.Array | None = None,
-    bias_HO: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
     rng: jax.Array | None = None,
     implementation: str = "auto",
-    block: int | None = None,
-    windowed: jax.Array | None = None,
 ) -> jax.Array:
     """Computes ``softmax(q k^T / sqrt(K) + bias) v`` per head; H / G query heads share a key head.
 
     Args:
       q_BTHK: queries.
       k_BSGK, v_BSGK: keys and values; G divides H, and they are never repeated in memory.
-      causal: position t sees positions up to t; needs S = T.
-      window: position t sees none before t - window + 1, nor, without ``causal``, after
-        t + window - 1; needs S = T. None means all.
-      segments_BT: int32 document numbers; a position sees only its own document. Padding, number 0,
-        sees padding, so that no row is empty. Needs S = T, or ``key_segments_BS``.
-      key_segments_BS: int32 document numbers of the keys, where they are not those of the queries;
-        the xla form alone has them.
-      bias_HO: a number per head for every distance, O = S + T - 1: query t sees key s with
-        ``bias_HO[:, s - t + T - 1]`` added to its score. It has a gradient, and is never whole as
-        [T, S] but within a tile. The xla form alone has it.
+      mask: what a query sees, and the bias; by default positions up to its own.
       scale: of the scores before the bias; None means ``1 / sqrt(K)``.
       softcap: scores are ``softcap * tanh(scores / softcap)`` before they are masked (Gemma 2,
         https://arxiv.org/abs/2408.00118), in the xla form and in splash; None leaves them.
@@ -114,10 +100,6 @@ def attention(
       rng: key for dropout; None means none.
       implementation: ``"xla"``, ``"cudnn"`` (NVIDIA's fused kernel), ``"splash"`` (JAX's for TPUs)
         or ``"auto"``; see :func:`choose`.
-      block: queries per tile of the xla form; None chooses. Rows of more than 4 tiles are tiled
-        over keys too, so that temporaries grow linearly with T.
-      windowed: bool scalar, where it is not known while tracing whether the window holds: both
-        forms are compiled, and a branch takes one; there can be no bias.
 
     Returns:
       [B, T, H, K] in the dtype of ``q_BTHK``. Scores and softmax are float32.
@@ -128,28 +110,11 @@ def attention(
     (_, T, H, _), (_, S, G, _) = q_BTHK.shape, k_BSGK.shape
     if H % G:
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
-    if window is not None and (window < 1 or T != S):
-        raise ValueError(f"window={window} must be at least 1, and needs as many keys as queries")
-    own = segments_BT is not None and key_segments_BS is None
-    if (causal or own) and T != S:
-        raise ValueError(f"causal or segment masks need as many keys ({S}) as queries ({T})")
-    if key_segments_BS is not None and segments_BT is None:
-        raise ValueError("key_segments_BS needs segments_BT, the document numbers of the queries")
-    if bias_HO is not None and bias_HO.shape != (H, S + T - 1):
-        raise ValueError(
-            f"bias_HO has shape {bias_HO.shape}: give ({H}, {S + T - 1}), a number per head and "
-            "distance"
-        )
+    mask.check(T, S, H)
     dropout = 0.0 if rng is None else dropout
-    only_xla = {
-        Why.NO_BIAS: bias_HO is not None,
-        Why.OWN_KEYS: key_segments_BS is not None,
-    }
-    only_xla = next((need for need, is_asked in only_xla.items() if is_asked), None)
-    packed = segments_BT is not None
-    form = {"window": window, "softcap": softcap, "causal": causal}
     implementation = preferred.value if implementation == "auto" else implementation
-    chosen = _choose_here(implementation, q_BTHK, k_BSGK, dropout, packed, form, only_xla)
+    form = {"mask": mask, "softcap": softcap, "dropout": dropout}
+    chosen = _choose_here(implementation, q_BTHK, S, form)
     if scale is not None:
         # The factor itself, in bfloat16, would be off by the same part of a thousand everywhere.
         scaled = q_BTHK.astype(wide(q_BTHK.dtype)) * (scale * q_BTHK.shape[-1] ** 0.5)
@@ -157,34 +122,13 @@ def attention(
     if chosen != "xla":
         # XLA cannot partition these, and JAX's rule for cuDNN's wants queries and keys split alike,
         # and fails inside a pipeline; each device's own part needs no rule.
-        kernel = functools.partial(
-            KERNELS[chosen].compute, causal=causal, window=window, softcap=softcap
-        )
-        run = per_device.on_each_device
-        if windowed is None:
-            return run(kernel, q_BTHK, k_BSGK, v_BSGK, segments_BT)
-        sides = (
-            functools.partial(run, functools.partial(kernel, window=w)) for w in (window, None)
-        )
-        return jax.lax.cond(windowed, *sides, q_BTHK, k_BSGK, v_BSGK, segments_BT)
-    segments = None if segments_BT is None else (segments_BT, key_segments_BS)
-    if own:
-        segments = segments_BT, segments_BT
+        kernel = functools.partial(KERNELS[chosen].compute, softcap=softcap)
+        run = functools.partial(per_device.on_each_device, kernel)
+        kernel = lambda *qkv_mask: qkv_mask[-1].either(run, *qkv_mask[:-1])  # noqa: E731
+        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, draws=dropout > 0)
+    kernel = functools.partial(tiled_attention, softcap=softcap, dropout=dropout, rng=rng)
     with jax.named_scope(KERNEL_SCOPE):
-        return tiled_attention(
-            q_BTHK,
-            k_BSGK,
-            v_BSGK,
-            causal=causal,
-            window=window,
-            segments=segments,
-            bias_HO=bias_HO,
-            softcap=softcap,
-            dropout=dropout,
-            rng=rng,
-            block=block,
-            windowed=windowed,
-        )
+        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, draws=dropout > 0)
 
 
 def choose(implementation: str, **shape: Any) -> str:
@@ -200,7 +144,7 @@ def choose(implementation: str, **shape: Any) -> str:
       backend: ``"cpu"``, ``"gpu"`` or ``"tpu"``; None means that of :func:`platform`.
       length: T; left out, it is not checked.
       dropout: rate on the weights; left out, 0.
-      window, causal: as for :func:`attention`; cudnn has no window to both sides.
+      mask: as for :func:`attention`; cudnn has no window to both sides.
       softcap: as for :func:`attention`; no kernel for GPUs has one.
 
     Raises:
@@ -234,26 +178,25 @@ def _obstacle(
     dropout: float = 0.0,
     sizes: tuple[int, int, int] | None = None,
     length: int | None = None,
-    only_xla: Why | None = None,
+    mask: Mask = Mask(),  # noqa: B008
     **shape,
 ) -> Reason | None:
     """Returns a fused kernel's unmet need; None if it can run.
 
     Args:
       sizes: (rows, query heads, keys of a row), checked against the ambient mesh too.
-      only_xla: a need that no fused kernel meets.
-      shape: ``dtype`` and ``head_dim``, and ``packed`` where rows hold several documents.
-      kernel, backend, dropout, length: as for :func:`choose`.
+      shape: ``dtype``, ``head_dim`` and ``softcap``.
+      kernel, backend, dropout, length, mask: as for :func:`choose`.
     """
     fused = KERNELS[kernel]
     if fused.platform != backend:
         chip = {"gpu": "an NVIDIA GPU", "tpu": "a TPU"}[fused.platform]
         return Why.CHIP(chip=chip, backend=backend)
-    if only_xla is not None:
-        return only_xla()
+    if mask.only_xla is not None:
+        return mask.only_xla
     if dropout:
         return Why.NO_DROPOUT(rate=dropout)
-    need = fused.obstacle(length=length, **shape)
+    need = fused.obstacle(mask, length=length, **shape)
     if need is None and sizes is not None:
         rows, heads, keys = sizes
         if keys != length and kernel != "cudnn":
@@ -263,50 +206,39 @@ def _obstacle(
 
 
 def _cudnn_obstacle(
-    *,
-    dtype,
-    head_dim: int,
-    length: int | None,
-    packed: bool = False,
-    window: int | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    **_,
+    mask: Mask, *, dtype, head_dim: int, length: int | None, softcap: float | None = None
 ) -> Reason | None:
     if softcap is not None:
         return Why.NO_SOFTCAP(softcap=softcap)
-    if window is not None and not causal:
-        return Why.CAUSAL_WINDOW(each=window - 1)
+    if mask.window is not None and not mask.causal:
+        return Why.CAUSAL_WINDOW(each=mask.window - 1)
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
         return Why.DTYPE(dtype=jnp.dtype(dtype).name)
     if head_dim % 8 or head_dim > 128:
         return Why.HEAD_WIDTH(width=head_dim)
-    odd = packed and length is not None and length % 2
+    odd = mask.segments is not None and length is not None and length % 2
     return Why.EVEN_ROWS(length=length) if odd else None
 
 
-def _cudnn_attention(
-    q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal: bool, window: int | None, softcap: None
-) -> jax.Array:
+def _cudnn_attention(q_BTHK, k_BSGK, v_BSGK, mask: Mask, *, softcap: None) -> jax.Array:
     del softcap  # it has none
-    mask = None
-    if segments_BT is not None:
-        mask = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    same_document = None
+    if (segments_BT := mask.segments) is not None:
+        same_document = (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         q_BTHK,
         k_BSGK,
         v_BSGK,
-        mask=mask,
-        is_causal=causal,
-        local_window_size=None if window is None else (window - 1, 0),
+        mask=same_document,
+        is_causal=mask.causal,
+        local_window_size=None if mask.window is None else (mask.window - 1, 0),
         implementation="cudnn",
     )
 
 
 class _Fused(NamedTuple):
-    """A fused kernel: its platform, what of shapes and dtypes keeps it from running, if anything,
-    and ``(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal, window, softcap) -> out_BTHK`` on one
-    device."""
+    """A fused kernel: its platform, what of a mask, shapes and dtypes keeps it from running, if
+    anything, and ``(q_BTHK, k_BSGK, v_BSGK, mask, *, softcap) -> out_BTHK`` on one device."""
 
     platform: str
     obstacle: Callable[..., Reason | None]
@@ -323,27 +255,10 @@ class AheadOfTimeWarning(UserWarning):
     """A program compiled for a chip that is not here differs from the one that would run there."""
 
 
-def _choose_here(
-    implementation: str,
-    q_BTHK,
-    k_BSGK,
-    dropout: float,
-    packed: bool,
-    form: Mapping[str, Any],
-    only_xla: Why | None,
-) -> str:
+def _choose_here(implementation: str, q_BTHK, keys: int, form: Mapping[str, Any]) -> str:
     B, T, H, K = q_BTHK.shape
-    choice = _choose(
-        implementation,
-        dtype=q_BTHK.dtype,
-        head_dim=K,
-        length=T,
-        dropout=dropout,
-        packed=packed,
-        **form,
-        sizes=(B, H, k_BSGK.shape[1]),
-        only_xla=only_xla,
-    )
+    shape = {"dtype": q_BTHK.dtype, "head_dim": K, "length": T, "sizes": (B, H, keys)}
+    choice = _choose(implementation, **shape, **form)
     if choice.used != "xla" and differentiated_twice.value:
         choice = Kernel("xla", choice.used, Why.ONE_GRADIENT())
     report_finding(Kind.ATTENTION, choice)

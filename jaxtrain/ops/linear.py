@@ -296,7 +296,7 @@ def kernel_rules(rules: Rules | Sequence[Rule] | None, params: PyTree) -> Rules:
 
 
 def copies(kernel: Any, count: int, *, axes: Axes) -> Any:
-    """Returns a kernel [..., D, F] ``count`` times, stacked: one for each shard of the batch.
+    """Returns a kernel [..., D, F] ``count`` times, stacked: one for each shard of the tokens.
 
     ``axes`` are the logical axes of the whole; what they leave out is gathered.
     """
@@ -304,7 +304,7 @@ def copies(kernel: Any, count: int, *, axes: Axes) -> Any:
 
     def stack(name: str, part: jax.Array) -> jax.Array:
         of = next(of for pattern, of in rules if re.search(pattern, name and f"/{name}"))
-        return constrain(jnp.broadcast_to(part, (count, *part.shape)), "batch", *of)
+        return constrain(jnp.broadcast_to(part, (count, *part.shape)), "tokens", *of)
 
     return map_named(stack, kernel)
 

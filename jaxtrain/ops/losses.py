@@ -1,10 +1,11 @@
 """Output logits and the cross-entropy of tokens, without keeping the logits.
 
 Shapes: B batch, T positions, N tokens (of a tile), D width, E width of a teacher, V columns of the
-projection (vocabulary and padding), S shards of the batch, M = N / S, K tokens that are stored.
+projection (vocabulary and padding), S shards of the tokens, M = N / S, K tokens that are stored.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jaxtrain.ops.linear import Kernel, copies, matmul, matmul_float32
 from jaxtrain.ops.numerics import MASKED, soft_cap, soft_cap_slope, wide
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.sharding.placement import constrain, scatter_sequence, splits_residual
+from jaxtrain.sharding.placement import constrain, scatter_sequence, splits_residual, splits_rows
 
 # Elements of the float32 logits that one tile may have on one device (256 MiB).
 TILE = 2**26
@@ -136,7 +137,8 @@ def divergence(
     >>> f"{total:.4f}, {kl:.4f}"  # -log 0.2, and log(0.5 / 0.4)
     '1.6094, 0.2231'
     """
-    shards, form = _batch_shards(x_BTD.shape[0]), _Form(vocab_size, 1, 0.0, softcaps[1])
+    tiles = _count_tiles(x_BTD, kernel_DV, chunk)
+    shards, form = _count_shards(x_BTD, tiles), _Form(vocab_size, 1, 0.0, softcaps[1])
     teacher_x_BTE, teacher_kernel_EV = jax.lax.stop_gradient((teacher_x_BTE, teacher_kernel_EV))
     teacher_kernel_SEV = copies(teacher_kernel_EV, shards, axes=(None, "vocab"))
 
@@ -177,7 +179,7 @@ def stored_divergence(
     """
 
     def kl(log_q_NV, known_V, *stored):
-        ids_NK, log_p_NK1 = (a.reshape(-1, a.shape[-1]) for a in stored)
+        ids_NK, log_p_NK1 = map(_flat, stored)
         log_p_NK1 = log_p_NK1.astype(jnp.float32)
         # Comparisons and sums, not a gather: the vocabulary may be sharded.
         same_NKV = ids_NK[:, :, None] == jnp.arange(len(known_V))
@@ -257,7 +259,7 @@ def _diverging(
     """The sums of :func:`divergence`, by a tile's ``kl(log_q_NV, known_V, *of_teacher) -> [N]``."""
     tiles = _count_tiles(x_BTD, kernel_DV, chunk)
     form = _Form(vocab_size, tiles, 0.0, softcap)
-    kernel_SDV = copies(kernel_DV, _batch_shards(x_BTD.shape[0]), axes=(None, "vocab"))
+    kernel_SDV = copies(kernel_DV, _count_shards(x_BTD, tiles), axes=(None, "vocab"))
     mask_BT = mask_BT.astype(wide(x_BTD.dtype))
 
     @functools.partial(jax.checkpoint, prevent_cse=tiles == 1)
@@ -284,8 +286,8 @@ class _Form(NamedTuple):
 
 
 def _checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT):
-    shards = _batch_shards(x_BTD.shape[0])
-    # One copy per shard of the batch: what fsdp splits is gathered before the tiles, and a copy's
+    shards = _count_shards(x_BTD, form.tiles)
+    # One copy per shard of the tokens: what fsdp splits is gathered before the tiles, and a copy's
     # gradient is summed over the tiles before it is reduced over devices.
     kernel_SDV = copies(kernel_DV, shards, axes=(None, "vocab"))
 
@@ -310,7 +312,7 @@ _cross_entropy = jax.custom_vjp(_plain_cross_entropy, nondiff_argnums=(0,))
 def _forward(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
     dtype, sums_in = x_BTD.dtype, wide(x_BTD.dtype)
     scale = _fixed_scale(dtype, mask_BT)
-    (D, V), shards = kernel_DV.shape, _batch_shards(x_BTD.shape[0])
+    (D, V), shards = kernel_DV.shape, _count_shards(x_BTD, form.tiles)
     kernel_DV = constrain(kernel_DV, None, "vocab")
 
     def tile(sums, parts):
@@ -326,20 +328,20 @@ def _forward(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
         if form.softcap is not None:
             d_logits_NV = d_logits_NV * soft_cap_slope(logits_NV, form.softcap)
         d_logits_NV = d_logits_NV.astype(dtype)
-        d_logits_BTV = d_logits_NV.reshape(*parts[0].shape[:2], V)
+        d_logits_BTV = _unflat(d_logits_NV, parts[0])
         d_x_BTD = jnp.matmul(d_logits_BTV, kernel_DV.T, preferred_element_type=sums_in)
         d_x_BTD = scatter_sequence(d_x_BTD).astype(dtype)
-        # One sum per shard of the batch, added up after the last tile: a single sum would make
+        # One sum per shard of the tokens, added up after the last tile: a single sum would make
         # the partitioner reduce over all devices in every tile.
         x_SDM = x_ND.reshape(shards, -1, D).transpose(0, 2, 1)
         d_logits_SMV = d_logits_NV.reshape(shards, -1, V)
         part_SDV = jnp.matmul(x_SDM, d_logits_SMV, preferred_element_type=sums_in)
-        d_kernel_SDV = constrain(d_kernel_SDV + part_SDV, "batch", None, "vocab")
+        d_kernel_SDV = constrain(d_kernel_SDV + part_SDV, "tokens", None, "vocab")
         if bias_V is not None:
             d_bias_SV += d_logits_SMV.sum(axis=1, dtype=sums_in)
         return (d_kernel_SDV, d_bias_SV), (d_x_BTD, *_in_rows(per_token, parts))
 
-    start = constrain(jnp.zeros((shards, D, V), sums_in), "batch", None, "vocab")
+    start = constrain(jnp.zeros((shards, D, V), sums_in), "tokens", None, "vocab")
     start = start, None if bias_V is None else jnp.zeros((shards, V), sums_in)
     sums, per_token = _over_tiles(tile, start, form.tiles, x_BTD, targets_BT, mask_BT)
     d_kernel_DV, d_bias_V = jax.tree.map(lambda x: x.sum(axis=0), sums)
@@ -398,13 +400,30 @@ def _token_losses(vocab_size, logits, targets_N):
 def _gathered(parts):
     """Hidden states of a tile's tokens, [N, D], and what its targets have, [N] each."""
     x_BTD, *per_target = parts
-    x_ND = constrain(x_BTD, "batch", "sequence", None).reshape(-1, x_BTD.shape[-1])
-    return x_ND, *(a.reshape(-1) for a in per_target)
+    return _flat(constrain(x_BTD, "batch", "sequence", None)), *map(_flat, per_target)
 
 
 def _in_rows(per_token, parts):
     """Reshapes the per-token values [N] of a tile to the shape of its targets."""
-    return tuple(a.reshape(parts[1].shape) for a in per_token)
+    return tuple(_unflat(a, parts[1]) for a in per_token)
+
+
+def _flat(x_BT: jax.Array) -> jax.Array:
+    """[B, T, ...] to [N, ...], the tokens of each device one after another: in the order of B and T
+    they would be gathered where both are split."""
+    (B, T, *rest), (rows, parts) = x_BT.shape, _shards(*x_BT.shape[:2])
+    if parts > 1:
+        x_BT = x_BT.reshape(rows, B // rows, parts, T // parts, *rest).swapaxes(1, 2)
+    return x_BT.reshape(-1, *rest)
+
+
+def _unflat(x_N: jax.Array, like_BT: jax.Array) -> jax.Array:
+    """The inverse of :func:`_flat`: [N, ...] to [B, T, ...]."""
+    (B, T), rest = like_BT.shape[:2], x_N.shape[1:]
+    rows, parts = _shards(B, T)
+    if parts > 1:
+        x_N = x_N.reshape(rows, parts, B // rows, T // parts, *rest).swapaxes(1, 2)
+    return x_N.reshape(B, T, *rest)
 
 
 def _over_tiles(tile, start, tiles, x_BTD, *per_target):
@@ -444,14 +463,20 @@ def _tiles(B: int, T: int, V: int) -> int:
     """
     needed = -(-B * T * V // (TILE * split_over()[1]))
     divisors = [n for n in range(min(needed, T), T + 1) if T % n == 0]
-    even = [n for n in divisors if splits_residual(T // n)] if splits_residual(T) else []
+    splits = splits_residual if splits_residual(T) else splits_rows
+    even = [n for n in divisors if splits(T // n)] if splits(T) else []
     return (even or divisors)[0]
 
 
-def _batch_shards(B: int) -> int:
-    """Into how many parts the ambient mesh cuts the batch."""
-    _, shards = split_over("batch")
-    return shards if B % shards == 0 else 1
+def _count_shards(x_BTD: jax.Array, tiles: int) -> int:
+    """Into how many parts the ambient mesh cuts the tokens of a tile."""
+    return math.prod(_shards(x_BTD.shape[0], x_BTD.shape[1] // tiles))
+
+
+def _shards(B: int, T: int) -> tuple[int, int]:
+    """Into how many parts the ambient mesh cuts a batch, and rows of T positions."""
+    rows, parts = split_over("batch")[1], split_over("sequence")[1]
+    return (rows, parts if T % parts == 0 else 1) if B % rows == 0 else (1, 1)
 
 
 def _fixed_scale(dtype, mask_BT) -> jax.Array | float:

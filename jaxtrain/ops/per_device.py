@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.decisions import Reason, Why
+from jaxtrain.ops.mask import Mask
 from jaxtrain.sharding.placement import free_axes
 
 
@@ -36,13 +37,18 @@ def not_taken_over() -> set[str]:
 def obstacle(rows: int, heads: int) -> Reason | None:
     """Returns what a kernel on so many rows of a batch and query heads needs of the ambient mesh
     and lacks, if anything."""
-    if jax.sharding.get_abstract_mesh().shape.get("context", 1) > 1:
-        return Why.WHOLE_ROWS()
-    for size, logical, name in ((rows, "batch", "rows"), (heads, "heads", "query heads")):
+    for size, logical, name in ((rows, "batch", "rows"), (heads, "attend_heads", "query heads")):
         axes, parts = split_over(logical)
         if size % parts:
             return Why.DIVISIBLE(what=name, axes=" x ".join(axes), parts=parts, size=size)
     return None
+
+
+def repeated(x_BSGK: jax.Array, parts: int) -> jax.Array:
+    """Returns keys or values each of whose heads stands as often as it takes for each of ``parts``
+    devices to have those of its own query heads; gradients of the copies are summed."""
+    G = x_BSGK.shape[2]
+    return jnp.repeat(x_BSGK, math.lcm(G, parts) // G, axis=2) if G % parts else x_BSGK
 
 
 def on_each_device(
@@ -50,28 +56,26 @@ def on_each_device(
     q_BTHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
-    segments_BT: jax.Array | None,
+    mask: Mask,
 ) -> jax.Array:
     """Returns what ``kernel`` makes of these, each device's part on that device.
 
-    Key heads that the mesh axes of the heads do not divide are repeated, as often as it takes for
-    every device to have those of its own query heads.
+    The mask has document numbers of the queries at most, and no bias.
     """
     free = not_taken_over()
     if not free:
-        return kernel(q_BTHK, k_BSGK, v_BSGK, segments_BT)
-    (batch, _), (heads, parts) = split_over("batch"), split_over("heads")
-    batch, heads, G = batch or None, heads or None, k_BSGK.shape[2]
+        return kernel(q_BTHK, k_BSGK, v_BSGK, mask)
+    (batch, _), (heads, parts) = split_over("batch"), split_over("attend_heads")
+    batch, heads = batch or None, heads or None
     split = P(batch, None, heads, None)
-    if G % parts:
-        k_BSGK, v_BSGK = (jnp.repeat(x, math.lcm(G, parts) // G, axis=2) for x in (k_BSGK, v_BSGK))
+    k_BSGK, v_BSGK = (repeated(x, parts) for x in (k_BSGK, v_BSGK))
     return jax.shard_map(
         kernel,
-        in_specs=(split, split, split, None if segments_BT is None else P(batch, None)),
+        in_specs=(split, split, split, P(batch)),
         out_specs=split,
         # All that surrounding code (a pipeline) has not taken: the kernel is compiled only where
         # no axis is left to the partitioner.
         axis_names=free,
         # The kernel does not say over which axes its results differ.
         check_vma=False,
-    )(q_BTHK, k_BSGK, v_BSGK, segments_BT)
+    )(q_BTHK, k_BSGK, v_BSGK, mask)

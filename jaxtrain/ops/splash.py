@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.decisions import Reason, Why
+from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.tiled import SAVED
 
 # A tile's rows and columns fill the 128 lanes of a vector register.
@@ -16,8 +17,9 @@ LANES = 128
 BLOCK = 512
 
 
-def obstacle(*, length: int | None, **_) -> Reason | None:
+def obstacle(mask: Mask, *, length: int | None, **_) -> Reason | None:
     """Returns the kernel's unmet need, if any; rows of ``length`` None stay unchecked."""
+    del mask  # it has every mask without a bias
     tiled = length is None or length % LANES == 0
     return None if tiled else Why.WHOLE_TILES(lanes=LANES, length=length)
 
@@ -26,10 +28,8 @@ def splash_attention(
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
-    segments_BT: jax.Array | None,
+    mask: Mask,
     *,
-    causal: bool,
-    window: int | None = None,
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -37,16 +37,16 @@ def splash_attention(
 
     Args:
       q_BTHK, k_BTGK, v_BTGK: G divides H, and T is a multiple of 128.
-      segments_BT, causal, window, softcap: as there.
+      mask, softcap: as there.
       interpret: True runs the kernel's arithmetic without a TPU, slowly.
     """
     (_, T, H, K), dtype = q_BTHK.shape, q_BTHK.dtype
     # The scale itself, in bfloat16, would be off by the same part of a thousand everywhere.
     q_BTHK = (q_BTHK.astype(jnp.float32) * K**-0.5).astype(dtype)
     rows = tuple(x.transpose(0, 2, 1, 3) for x in (q_BTHK, k_BTGK, v_BTGK))
-    if segments_BT is not None:
-        rows += (_kernels().SegmentIds(segments_BT, segments_BT),)
-    kernel = _kernel(T, H, causal=causal, window=window, softcap=softcap, interpret=interpret)
+    if mask.segments is not None:
+        rows += (_kernels().SegmentIds(mask.segments, mask.segments),)
+    kernel = _kernel(T, H, mask, softcap=softcap, interpret=interpret)
     return jax.vmap(kernel)(*rows).transpose(0, 2, 1, 3)
 
 
@@ -57,20 +57,18 @@ def _kernels():
     return splash_attention
 
 
-def _kernel(
-    T: int, H: int, *, causal: bool, window: int | None, softcap: float | None, interpret: bool
-):
+def _kernel(T: int, H: int, mask: Mask, *, softcap: float | None, interpret: bool):
     """Maps q [H, T, K], k and v [G, T, K] and segments to [H, T, K]; the scale is the caller's."""
     library = _kernels()
-    mask = (library.CausalMask if causal else library.FullMask)((T, T))
-    if window is not None:
-        seen = (window - 1, 0 if causal else window - 1)
-        mask = library.LocalMask((T, T), window_size=seen, offset=0)
+    seen = (library.CausalMask if mask.causal else library.FullMask)((T, T))
+    if (window := mask.window) is not None:
+        sides = (window - 1, 0 if mask.causal else window - 1)
+        seen = library.LocalMask((T, T), window_size=sides, offset=0)
     block = max(size for size in range(LANES, BLOCK + 1, LANES) if T % size == 0)
-    sides = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    blocks = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     return library.make_splash_mha(
-        library.MultiHeadMask([mask] * H),
-        block_sizes=library.BlockSizes(**dict.fromkeys(sides, block)),
+        library.MultiHeadMask([seen] * H),
+        block_sizes=library.BlockSizes(**dict.fromkeys(blocks, block)),
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=softcap,

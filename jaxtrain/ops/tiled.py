@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import export
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import MASKED, drop, soft_cap, soft_cap_slope, wide
 from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import constrain
@@ -33,25 +34,21 @@ UNROLLED = 4
 KEPT = 4
 
 
+# Entered with the rows of a tile, in place of those that are chosen.
+tile_rows = jax.make_user_context(None)
+
+
 def tiled_attention(
     q_BTHK: jax.Array,
     k_BSGK: jax.Array,
     v_BSGK: jax.Array,
+    mask: Mask,
     *,
-    causal: bool,
-    window: int | None,
-    segments: tuple[jax.Array, jax.Array] | None,
-    bias_HO: jax.Array | None,
     softcap: float | None,
     dropout: float,
     rng: jax.Array | None,
-    block: int | None,
-    windowed: jax.Array | None = None,
 ) -> jax.Array:
     """Computes attention as :func:`jaxtrain.ops.attention.attention` defines it, of checked shapes.
-
-    ``segments`` are the document numbers of the queries, [B, T], and of the keys, [B, S].
-    ``windowed`` says whether the window holds, where that is not known; there is then no bias.
 
     Returns:
       [B, T, H, K] in the dtype of ``q_BTHK``.
@@ -60,16 +57,19 @@ def tiled_attention(
     # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    block = block or _block(T)
+    block = tile_rows.value or _block(T)
     short = -(-T // block) <= UNROLLED
     queries = T if short else -(-T // block) * block
-    form = _Form(causal, window, softcap, block, dropout, S, queries)
-    rng = rng if dropout else None
-    bias_GRO = None if bias_HO is None else bias_HO.astype(wide(q.dtype)).reshape(G, H // G, -1)
-    if windowed is not None:
-        out_BGRTK = _either(form, short, windowed, q, k, v, segments, rng)
+    ordered = mask.positions is None
+    form = _Form(mask.causal, mask.window, softcap, block, dropout, S, queries, ordered)
+    numbers, rng = mask.numbers, rng if dropout else None
+    if mask.windowed is not None:
+        out_BGRTK = _either(form, short, mask.windowed, q, k, v, numbers, rng)
     else:
-        out_BGRTK = (_tiled if short else _long)(form, q, k, v, segments, bias_GRO, rng)
+        bias_GRO = mask.bias
+        if bias_GRO is not None:
+            bias_GRO = bias_GRO.astype(wide(q.dtype)).reshape(G, H // G, -1)
+        out_BGRTK = (_tiled if short else _long)(form, q, k, v, numbers, bias_GRO, rng)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
 
 
@@ -91,10 +91,11 @@ class _Form(NamedTuple):
     dropout: float
     keys: int
     queries: int  # with those that fill up tiles
+    ordered: bool = True  # query t stands where key t does
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
+def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
     """Attention tiled over queries.
 
     The backward pass computes the weights again from the saved log-sum-exp (Dao et al. 2022,
@@ -102,14 +103,14 @@ def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
     weights are kept (``KEPT``). Both passes multiply in the dtype they were given with float32
     accumulation.
     """
-    return _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng)[0]
+    return _forward(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng)[0]
 
 
-def _forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
-    out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng)
+def _forward(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
+    out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng)
     saved = (q_BGRTK, k_BGSK, v_BGSK, bias_GRO, rng)
     if not _keeps(form, q_BGRTK):
-        return out_BGRTK, (saved, (segments, out_BGRTK, lse_BGRT1), None)
+        return out_BGRTK, (saved, (numbers, out_BGRTK, lse_BGRT1), None)
     # From the log-sum-exp and not from what the result was made of: where a block is rematerialised
     # and its log-sum-exp saved, they cost one product and one exponential.
     weights = [
@@ -131,13 +132,13 @@ def _keeps(form: _Form, q_BGRTK: jax.Array) -> bool:
     return platform() == "cpu" and dtype == wide(dtype) and sum(sizes) <= KEPT * T * K
 
 
-def _attend(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
+def _attend(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
     """Returns the result, the log-sum-exp of each row, and the scores of each tile."""
     R, dtype = q_BGRTK.shape[2], q_BGRTK.dtype
     outs, lses, tiles = [], [], []
     for tile, (rows, keys) in enumerate(_tiles(q_BGRTK.shape[3], form)):
         q, k = q_BGRTK[:, :, :, rows], k_BGSK[:, :, keys]
-        scores = _scores(form, q, k, (rows.start, keys.start), segments, bias_GRO)
+        scores = _scores(form, q, k, (rows.start, keys.start), numbers, bias_GRO)
         peak = scores.max(axis=-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(axis=-1, keepdims=True)
@@ -155,7 +156,7 @@ def _backward(form, saved, d_out_BGRTK):
     (q_BGRTK, k_BGSK, v_BGSK, bias_GRO, rng), results, weights = saved
     whole_rows = (q_BGRTK, d_out_BGRTK)
     if weights is None:
-        segments, out_BGRTK, lse_BGRT1 = results
+        numbers, out_BGRTK, lse_BGRT1 = results
         whole_rows += (_delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
 
     def d_tile(tile, rows, keys, before):
@@ -168,7 +169,7 @@ def _backward(form, saved, d_out_BGRTK):
             # rematerialised layer has computed for its forward pass as well.
             of_rows, of_keys, _ = jax.lax.optimization_barrier((of_rows, of_keys, before))
         places = rows.start, keys.start
-        return _d_tile(form, of_rows, of_keys, places, segments, bias_GRO, rng, tile)
+        return _d_tile(form, of_rows, of_keys, places, numbers, bias_GRO, rng, tile)
 
     return _d_tiles(form, q_BGRTK, k_BGSK, bias_GRO, d_tile)
 
@@ -199,25 +200,25 @@ _tiled.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _long(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
+def _long(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
     """Attention tiled over queries and keys, by a loop over the tiles in which any key is seen.
 
     The softmax is put together from tiles (Rabe and Staats 2021, https://arxiv.org/abs/2112.05682):
     scores exist for one tile of ``block`` x ``block`` at a time.
     """
-    return _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng)[0]
+    return _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng)[0]
 
 
-def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
+def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
     (R, T), dtype = q_BGRTK.shape[2:4], q_BGRTK.dtype
-    inputs = (q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO)
-    q, k, v, segments, bias = _padded(form, *inputs)
+    inputs = (q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO)
+    q, k, v, numbers, bias = _padded(form, *inputs)
 
     def step(sums, place):
         rows, keys, tile = place
         out, total, peak = (_merge(_cut(form, rows, x)) for x in sums)
         k_tile, v_tile = _cut(form, keys, k), _cut(form, keys, v)
-        scores = _scores(form, _cut(form, rows, q), k_tile, (rows, keys), segments, bias)
+        scores = _scores(form, _cut(form, rows, q), k_tile, (rows, keys), numbers, bias)
         higher = jnp.maximum(peak, scores.max(axis=-1, keepdims=True))
         weights = jnp.exp(scores - higher)
         shrink = jnp.exp(peak - higher)
@@ -241,7 +242,7 @@ def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO, rng):
 def _long_backward(form, saved, d_out_BGRTK):
     inputs, rng, out_BGRTK, lse_BGRT1 = saved
     T, dtype = inputs[0].shape[3], inputs[0].dtype
-    q, k, v, segments, bias = _padded(form, *inputs)
+    q, k, v, numbers, bias = _padded(form, *inputs)
     # Rows of padding have no gradient, so they add none, whatever their weights.
     others = (d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
     whole_rows = (q, *(_pad(form, x, axis=3) for x in others))
@@ -252,7 +253,7 @@ def _long_backward(form, saved, d_out_BGRTK):
         of_rows = [_cut(form, rows, x) for x in whole_rows]
         of_keys = _cut(form, keys, k), _cut(form, keys, v)
         more_q, more_k, more_v, d_scores = _d_tile(
-            form, of_rows, of_keys, (rows, keys), segments, bias, rng, tile
+            form, of_rows, of_keys, (rows, keys), numbers, bias, rng, tile
         )
         d_q = _put(rows, d_q, _cut(form, rows, d_q) + more_q)
         d_k = _put(keys, d_k, _cut(form, keys, d_k) + more_k)
@@ -272,20 +273,20 @@ _long.defvjp(_long_forward, _long_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _either(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rng):
+def _either(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, numbers, rng):
     """Attention with the window of ``form``, or without: a branch takes one of the two.
 
     The branches are within both passes, and not differentiated: what is kept is one form's, and is
     pinned behind them. JAX would keep what either side needs, and XLA's partitioner for GPUs
     gathers that on every device.
     """
-    return _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rng)[0]
+    return _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, numbers, rng)[0]
 
 
-def _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rng):
+def _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, numbers, rng):
     def side(form):
         def run(q_BGRTK, k_BGSK, v_BGSK):
-            inputs = (q_BGRTK, k_BGSK, v_BGSK, segments, None, rng)
+            inputs = (q_BGRTK, k_BGSK, v_BGSK, numbers, None, rng)
             if short:
                 return _attend(form, *inputs)[:2]
             return _long_forward(form, *inputs)[1][2:]
@@ -295,19 +296,19 @@ def _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rn
     sides = side(form), side(form._replace(window=None))
     found = jax.lax.cond(windowed, *sides, q_BGRTK, k_BGSK, v_BGSK)
     out_BGRTK, lse_BGRT1 = map(checkpoint_name, _pin(found), SAVED)
-    inputs = (windowed, q_BGRTK, k_BGSK, v_BGSK, segments, rng)
+    inputs = (windowed, q_BGRTK, k_BGSK, v_BGSK, numbers, rng)
     return out_BGRTK, (inputs, out_BGRTK, lse_BGRT1)
 
 
 def _either_backward(form, short, saved, d_out_BGRTK):
-    (windowed, q, k, v, segments, rng), out, lse = saved
+    (windowed, q, k, v, numbers, rng), out, lse = saved
 
     def side(form):
         def run(q, k, v, out, lse, d_out):
             if short:
-                kept = (q, k, v, None, rng), (segments, out, lse), None
+                kept = (q, k, v, None, rng), (numbers, out, lse), None
                 return _backward(form, kept, d_out)[:3]
-            return _long_backward(form, ((q, k, v, segments, None), rng, out, lse), d_out)[:3]
+            return _long_backward(form, ((q, k, v, numbers, None), rng, out, lse), d_out)[:3]
 
         return run
 
@@ -324,11 +325,11 @@ def _delta(out_BGRTK: jax.Array, d_out_BGRTK: jax.Array) -> jax.Array:
     return (out_BGRTK.astype(wide(out_BGRTK.dtype)) * d_out_BGRTK).sum(axis=-1, keepdims=True)
 
 
-def _d_tile(form: _Form, of_rows, of_keys, starts, segments, bias_GRO, rng, tile):
+def _d_tile(form: _Form, of_rows, of_keys, starts, numbers, bias_GRO, rng, tile):
     """One tile's part of the gradients of its rows of q, and of its keys and values, and the
     gradient of its scores."""
     q, d_out, delta, lse = of_rows
-    scores = _scores(form, q, of_keys[0], starts, segments, bias_GRO)
+    scores = _scores(form, q, of_keys[0], starts, numbers, bias_GRO)
     weights = jnp.exp(scores - _merge(lse))
     slope = None if form.softcap is None else soft_cap_slope(scores, form.softcap)
     return _d_weighted(form, weights, slope, q, d_out, delta, of_keys, rng, tile)
@@ -353,7 +354,7 @@ def _d_weighted(form: _Form, weights, slope, q_BGRTK, d_out_BGRTK, delta_BGRT1, 
     return d_q, d_k, wide_einsum("bgns,bgnk->bgsk", weights, d_out_BGNK), of_scores
 
 
-def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Array:
+def _scores(form: _Form, q_BGRTK, k_BGSK, starts, numbers, bias_GRO) -> jax.Array:
     """Masked scores [B, G, N, S] of a tile's rows (N = R * T) and keys."""
     (R, T), S = q_BGRTK.shape[2:4], k_BGSK.shape[2]
     first_row, first_key = starts
@@ -362,8 +363,14 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Arr
     # What is rematerialised, JAX does not compute ahead of loops. A mask is the same in every
     # layer: broadcast to the shape of the scores, one of each tile would be held through the step.
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def masked(scores_BGNS, first_row, first_key, segments):
-        t_N1, s_S = first_row + jnp.tile(jnp.arange(T), R)[:, None], first_key + jnp.arange(S)
+    def masked(scores_BGNS, first_row, first_key, numbers):
+        def rows_N(of_row, axis):
+            return jnp.tile(jax.lax.dynamic_slice_in_dim(of_row, first_row, T, axis), R)
+
+        documents, positions_T = numbers
+        ordered_T = first_row + jnp.arange(T)
+        t_N = jnp.tile(ordered_T, R) if positions_T is None else rows_N(positions_T, 0)
+        t_N1, s_S = t_N[:, None], first_key + jnp.arange(S)
         near = []
         if form.causal:
             near.append(t_N1 >= s_S)
@@ -375,9 +382,9 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Arr
         if near:
             seen = functools.reduce(jnp.logical_and, near)
             scores_BGNS = jnp.where(seen, scores_BGNS, MASKED)
-        if segments is not None:
-            row_BN = jnp.tile(jax.lax.dynamic_slice_in_dim(segments[0], first_row, T, axis=1), R)
-            key_BS = jax.lax.dynamic_slice_in_dim(segments[1], first_key, S, axis=1)
+        if documents is not None:
+            row_BN = rows_N(documents[0], 1)
+            key_BS = jax.lax.dynamic_slice_in_dim(documents[1], first_key, S, axis=1)
             same_BNS = row_BN[:, :, None] == key_BS[:, None, :]
             scores_BGNS = jnp.where(same_BNS[:, None], scores_BGNS, MASKED)
         return scores_BGNS
@@ -385,7 +392,7 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, segments, bias_GRO) -> jax.Arr
     scores = wide_einsum("bgnk,bgsk->bgns", _merge(q_BGRTK), k_BGSK) * q_BGRTK.shape[-1] ** -0.5
     if bias_GRO is not None:
         scores += _bias_of_tile(bias_GRO, starts, form.queries, (T, S))
-    return masked(soft_cap(scores, form.softcap), first_row, first_key, segments)
+    return masked(soft_cap(scores, form.softcap), first_row, first_key, numbers)
 
 
 def _bias_of_tile(bias_GRO, starts, queries: int, shape: tuple[int, int]) -> jax.Array:
@@ -439,11 +446,13 @@ def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
 
 def _first_key(form: _Form, row: int) -> int:
     """The first key that a row, or any after it, may see."""
-    return 0 if form.window is None else max(0, row - form.window + 1)
+    return 0 if form.window is None or not form.ordered else max(0, row - form.window + 1)
 
 
 def _end_of_keys(form: _Form, end: int) -> int:
     """The first key that no row before ``end`` may see."""
+    if not form.ordered:
+        return form.keys
     if form.causal:
         return end
     return form.keys if form.window is None else min(form.keys, end + form.window - 1)
@@ -461,15 +470,14 @@ def _places(form: _Form, T: int) -> jax.Array:
     return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
 
 
-def _padded(form: _Form, q_BGRTK, k_BGSK, v_BGSK, segments, bias_GRO):
+def _padded(form: _Form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO):
     q = _pad(form, q_BGRTK, axis=3)
     k, v = (_pad(form, x, axis=2) for x in (k_BGSK, v_BGSK))
-    if segments is not None:
-        segments = tuple(_pad(form, x, axis=1) for x in segments)
+    numbers = jax.tree.map(lambda x: _pad(form, x, axis=x.ndim - 1), numbers)
     if bias_GRO is not None:
         more = (form.queries - q_BGRTK.shape[3], -form.keys % form.block)
         bias_GRO = jnp.pad(bias_GRO, ((0, 0), (0, 0), more))
-    return q, k, v, segments, bias_GRO
+    return q, k, v, numbers, bias_GRO
 
 
 def _pad(form: _Form, x: jax.Array, *, axis: int) -> jax.Array:
@@ -490,7 +498,7 @@ def _put(start: jax.Array, x: jax.Array, tile: jax.Array) -> jax.Array:
 
 def _pin(sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     # A loop's carry inherits the sharding of its initial value, and zeros have none.
-    return tuple(constrain(x, "batch", "kv_heads", *[None] * (x.ndim - 2)) for x in sums)
+    return tuple(constrain(x, "batch", "attend_heads", *[None] * (x.ndim - 2)) for x in sums)
 
 
 def _drop(weights: jax.Array, form: _Form, rng: jax.Array | None, tile: int | jax.Array):

@@ -13,7 +13,7 @@ from jaxtrain.planning.targets import Target
 from jaxtrain.sharding.mesh import AXES as MESH_AXES
 from jaxtrain.sharding.mesh import SLOW_AXES
 
-AXES = ("data", "fsdp", "tensor", "pipe")
+AXES = ("data", "fsdp", "tensor", "pipe", "context")
 
 # Least work first: the order in which they are tried until one fits. Offloading is left to who asks
 # for it: the traffic to the host's memory is not in the estimate.
@@ -25,10 +25,11 @@ SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
 
 
 def make_meshes(devices: int, *, stages: bool) -> Iterator[MeshShape]:
-    """All meshes of so many devices; of a model without stages, those without an axis pipe."""
+    """All meshes of so many devices; of a model without stages, those without an axis that splits
+    layers or positions."""
     for sizes in factorizations(devices, len(AXES)):
         mesh = MeshShape(**dict(zip(AXES, sizes, strict=True)))
-        if stages or mesh.pipe == 1:
+        if stages or mesh.pipe == mesh.context == 1:
             yield mesh
 
 

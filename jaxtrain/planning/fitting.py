@@ -162,8 +162,9 @@ def refuse_mesh(estimator: Estimator, first: Layout) -> Reason | None:
     config, target, mesh = estimator.config, estimator.target, first.mesh
     island, stages = target.devices_per_island, mesh.pipe
     where = "slices" if target.chip.kind == "tpu" else "hosts"
-    if mesh.tensor > island or (mesh.tensor > 1 and island % mesh.tensor):
-        return Reason(f"the tensor axis would cross {where} (of {island} devices)")
+    for axis, inner in (("tensor", mesh.tensor), ("context", mesh.tensor * mesh.context)):
+        if mesh.axes[axis] > 1 and island % inner:
+            return Reason(f"the {axis} axis would cross {where} (of {island} devices)")
     if not estimator.placements(mesh):
         return Reason(f"data, fsdp and pipe do not divide over {target.islands} {where}")
     rows = getattr(config, "global_batch", None)

@@ -20,9 +20,10 @@ def nearest_fit(experiment: Experiment, target: Target) -> tuple[str, Plan] | No
     """Looks for the nearest layout of an experiment that fits a target.
 
     First what costs no time on the device (more microbatches), then what costs some (gathering
-    parameters, recomputation), all of it together, and then more devices. A layout under which the
-    state and the gradients alone exceed the memory is passed over; any other is compiled. Returns
-    the flags that change and the plan, or None where none of those tried fits.
+    parameters, recomputation), all of it together, then rows that are split too, and then more
+    devices. A layout under which the state and the gradients alone exceed the memory is passed
+    over; any other is compiled. Returns the flags that change and the plan, or None where none of
+    those tried fits.
     """
     tries = TRIES
     for changes, where in _changes(experiment, target):
@@ -68,6 +69,10 @@ def _changes(experiment: Experiment, target: Target) -> Iterator[tuple[dict[str,
     wide = {"mesh.fsdp": shards, "mesh.data": 1} if data > 1 else {}
     yield wide, target
     yield wide | full | _finer(experiment, shards, sizes, 10**9), target
+    if full and shards % 2 == 0:
+        split = {"mesh.context": 2 * sizes.get("context", 1), "mesh.fsdp": shards // 2}
+        finer = _finer(experiment, shards // 2, sizes, 10**9)
+        yield split | {"mesh.data": 1} | full | finer, target
     for larger in _larger(target):
         wider = {"mesh.fsdp": shards * larger.size // target.size, "mesh.data": 1}
         for more in (wider, wider | full) if full else (wider,):

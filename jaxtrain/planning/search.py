@@ -1,13 +1,13 @@
 """Which mesh: enumerates layouts of an experiment on a target, and says why the others lost.
 
-A layout is a mesh (data, fsdp, tensor, pipe), a number of microbatches, a choice of
+A layout is a mesh (data, fsdp, tensor, pipe, context), a number of microbatches, a choice of
 rematerialisation, when weights are gathered (layer by layer, or once per step), whether the
 residual stream is split over tensor, a pipeline's schedule and chunks, and which axes cross the
 slow network between slices or hosts (``dcn_data``, ``dcn_fsdp``, ``dcn_pipe``). All that divide the
 target's devices are looked at:
 
-1. what the library itself refuses, or would put a tensor axis across hosts, or holds more state
-   than the memory, with weights that are gathered once, is rejected by shapes alone; so is a
+1. what the library itself refuses, or would put tensor or context across hosts, or holds more
+   state than the memory, with weights that are gathered once, is rejected by shapes alone; so is a
    pipeline that waits so long for its stages that the best takes less;
 2. the others are walked (:mod:`.estimate`): for either way to gather and each schedule, with the
    fewest microbatches that fit (a pipeline: the most), and with as little rematerialisation as
@@ -16,9 +16,9 @@ target's devices are looked at:
 3. those that fit are ranked by their predicted step time, and the best few are compiled by the
    target's own compiler, whose memory stands beside the estimate.
 
-Meshes with little tensor and pipe come first, so that a search which runs out of its time (or is
-interrupted) has seen those that are most often best. Of its time, a third is for walking and the
-rest for compiling, if it compiles. Rejected layouts are told by family: how many, why, and one.
+Meshes with little tensor, context and pipe come first, so that a search which runs out of its time
+(or is interrupted) has seen those that are most often best. Of its time, a third is for walking and
+the rest for compiling, if it compiles. Rejected layouts are told by family: how many, why, and one.
 """
 
 import concurrent.futures
@@ -136,7 +136,7 @@ def search(
     watch(lambda: found(complete=False))
     stages = estimator.alone.task.made_of_stages
     meshes = list(make_meshes(target.size, stages=stages))
-    meshes.sort(key=lambda mesh: mesh.tensor * mesh.pipe**2)
+    meshes.sort(key=lambda mesh: mesh.tensor * mesh.context * mesh.pipe**2)
     open_ways = {"gathers": estimator.gathers, "schedules": estimator.schedules, "stages": stages}
     for i, mesh in enumerate(meshes):
         best = min((row.prediction.step_seconds for row in rows), default=math.inf)

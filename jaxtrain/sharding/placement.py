@@ -183,12 +183,29 @@ def splits_residual(length: int) -> bool:
     return bool(axes) and length % parts == 0
 
 
-def warn_if_whole(length: int) -> None:
-    """Warns where the residual stream is to be split further than it can.
+def splits_rows(length: int) -> bool:
+    """Whether rows of ``length`` positions are split between branches, be it within them or not."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = math.prod(mesh.shape[axis] for axis in free_axes(mesh, "sequence"))
+    return splits_residual(length) or (parts > 1 and length % parts == 0)
+
+
+def check_length(length: int) -> None:
+    """Checks that rows of ``length`` positions can be split as the mesh and the rules say.
+
+    Raises:
+      ValueError: the axes of ``sequence`` do not divide them.
 
     Warns:
-      UnevenWarning: as said.
+      UnevenWarning: those of ``residual`` do not.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    within = free_axes(mesh, "sequence")
+    if length % (parts := math.prod(mesh.shape[axis] for axis in within)):
+        raise ValueError(
+            f"rows have {length} positions, and mesh axis {' x '.join(within)} of size {parts} is "
+            f"to split them: use a multiple of {parts}"
+        )
     axes, parts = _residual_axes()
     if axes and length % parts:
         warnings.warn(

@@ -38,6 +38,7 @@ LOGICAL_AXES: Mapping[str, str | tuple[str, ...] | None] = {
     "layers": "pipe",
     "embed": "fsdp",
     "heads": "tensor",
+    "attend_heads": ("tensor", "context"),  # of whole rows, within attention
     "kv_heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
@@ -101,7 +102,8 @@ class Rules:
 
 
 class OptionalRules(tuple):
-    """A table of rules for several configurations of a model: some may match no parameter."""
+    """A table of rules for several configurations of a model: some may match no parameter; those
+    for batches are for leaves of as many dimensions as they name."""
 
 
 def as_rules(rules: Rules | Sequence[Rule] | None) -> Rules:
@@ -295,7 +297,9 @@ def _ruled(
 
     def spec(name: str, shape: tuple[int, ...]) -> P | None:
         # What a kernel counts is no matrix, and lies by itself.
-        found = () if is_count(name) else (rule for rule in table if re.search(rule[0], name))
+        found = [] if is_count(name) else [rule for rule in table if re.search(rule[0], name)]
+        if table is rules.batch and isinstance(table, OptionalRules):
+            found = [rule for rule in found if len(rule[1]) == len(shape)]
         rule = next(iter(found), None)
         return rule and _named_spec(f"{what} {name!r}", shape, *rule, mesh, rules)
 

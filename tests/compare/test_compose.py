@@ -13,8 +13,8 @@ from jaxtrain.layout import Layout
 from jaxtrain.run.options import OptimizerOptions
 from tests import commands
 
-# Of a layout: axes without a flag, and parts of the slow network that the data axis stands for.
-UNTRIED = {"mesh.context", "mesh.dcn_fsdp", "mesh.dcn_pipe"}
+# Parts of the slow network that the data axis stands for.
+UNTRIED = {"mesh.dcn_fsdp", "mesh.dcn_pipe"}
 # Of the optimizer: numbers that another entry needs, and shapes of the learning rate in time.
 NUMBERS = {"learning_rate", "schedule", "warmup_steps", "weight_decay", "batch_scaling"}
 NUMBERS |= {"plateau_patience", "plateau_window", "watch_bins"}

@@ -34,6 +34,7 @@ FORMS = {"gpt2": GPT2, "llama": LLAMA}
 FORMS_APART = {
     "dropped weights": dataclasses.replace(GPT2, attention_dropout=0.3),
     "shared key heads": dataclasses.replace(LLAMA, kv_heads=2),
+    "windows": dataclasses.replace(LLAMA, kv_heads=1, window=5, window_pattern=(True, False)),
 }
 
 # name: mesh axes, zero
@@ -45,6 +46,11 @@ LAYOUTS = {
     "data 8, zero 1": ({"data": 8}, 1),
     "data 8, zero 2": ({"data": 8}, 2),
     "data 8, zero 3": ({"data": 8}, 3),
+    # Four heads are exchanged for positions, or keys are gathered where devices are more.
+    "context 8": ({"context": 8}, 0),
+    "context 4 x fsdp 2": ({"context": 4, "fsdp": 2}, 0),
+    "data 2 x tensor 2 x context 2": ({"data": 2, "tensor": 2, "context": 2}, 0),
+    **{f"data 2 x context 4, zero {n}": ({"data": 2, "context": 4}, n) for n in (1, 2, 3)},
 }
 ACCUMULATE = (1, 4)
 REMAT = ("none", "full")
@@ -123,7 +129,9 @@ def train(form, optimizer, accumulate, remat, mesh=None, zero=0, dropout=0.0):
     rows_first = {name: np.swapaxes(x, 0, 1) for name, x in batches().items()}
     # Most of the time of these tests is LLVM's; its optimisations are not what is tested.
     options = {"xla_backend_optimization_level": 0}
-    compiled = jt.compile_step(five, state, rows_first, mesh=mesh, compiler_options=options)
+    rules = jt.Rules(decoder.RULES, batch=decoder.BATCH)
+    how = {"rules": rules, "compiler_options": options}
+    compiled = jt.compile_step(five, state, rows_first, mesh=mesh, **how)
     state, metrics = compiled(state, rows_first)
     return jax.device_get(
         {
@@ -145,6 +153,8 @@ EVERYDAY = [
     ("gpt2", "data 8, zero 2", 4, "none", "lamb"),
     ("llama", "data 2 x fsdp 2 x tensor 2", 1, "full", "adamw"),
     ("llama", "data 8, zero 3", 1, "full", "adamw"),
+    ("gpt2", "context 8", 4, "none", "lamb"),
+    ("llama", "data 2 x tensor 2 x context 2", 1, "full", "adamw"),
 ]
 
 
@@ -165,9 +175,16 @@ def test_layout_agrees_with_one_device(form, layout, accumulate, remat, optimize
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", REMAT)
-@pytest.mark.parametrize("layout", ["data 2 x tensor 4", "data 2 x fsdp 2 x tensor 2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["data 2 x tensor 4", "data 2 x fsdp 2 x tensor 2", "context 4 x fsdp 2", "context 8"],
+)
 @pytest.mark.parametrize("form", FORMS_APART)
 def test_other_attention_agrees_with_one_device(form, layout, remat):
+    if form == "dropped weights" and layout == "context 8":
+        with pytest.raises(ValueError, match=r"4 query heads .* cannot gather keys instead"):
+            test_layout_agrees_with_one_device(form, layout, 4, remat, "adamw")
+        return
     test_layout_agrees_with_one_device(form, layout, 4, remat, "adamw")
     if form == "dropped weights":
         apart = reference(form, "adamw", 4, remat), reference("gpt2", "adamw", 4, remat)

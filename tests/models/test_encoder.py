@@ -63,7 +63,12 @@ def rows(config):
         *(
             pytest.param(config, layout, "f32", marks=pytest.mark.slow)
             for config in (MODERN, MEAN)
-            for layout in ("data=2,fsdp=2,tensor=2", "pipe=2,fsdp=2,tensor=2")
+            for layout in (
+                "data=2,fsdp=2,tensor=2",
+                "pipe=2,fsdp=2,tensor=2",
+                "context=8",
+                "context=4,data=2",
+            )
         ),
         *(
             pytest.param(config, layout, policy, marks=pytest.mark.slow)
@@ -73,6 +78,7 @@ def rows(config):
                 ("pipe=2,data=2,tensor=2,zero=2", "f32"),
                 ("data=8,zero=3", "f32"),
                 ("data=2,tensor=4", "f32"),
+                ("pipe=2,context=2,data=2", "f32"),
                 ("pipe=2", "bf16"),
             )
         ),

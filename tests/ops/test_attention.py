@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.decisions import Why
 from jaxtrain.jaxprs import float32_products
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops import tiled
 from jaxtrain.ops.attention import attention, choose
+from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.per_device import obstacle, on_each_device
 from jaxtrain.ops.splash import splash_attention
 from jaxtrain.sharding.mesh import make_mesh
@@ -63,10 +63,17 @@ def test_values_are_those_of_the_definition(seed, T, groups, causal, documents, 
     H, G = groups
     q, k, v, segments = arrays(seed, T=T, H=H, G=G, documents=documents)
     seen = seen_by(causal) | {"softcap": softcap}
-    run = jax.jit(functools.partial(attention, **seen, block=block))
+    run = jax.jit(functools.partial(masked, **seen, block=block))
     out = run(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), segments_BT=segments)
     expected = definition(np, q, k, v, **seen, segments_BT=segments)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def masked(q, k, v, *, block=None, softcap=None, segments_BT=None, dropout=0.0, rng=None, **seen):
+    """Attention by the arguments of the definition, in tiles of ``block`` rows."""
+    mask = Mask(segments=segments_BT, **seen)
+    with tiled.tile_rows(block):
+        return attention(q, k, v, mask, softcap=softcap, dropout=dropout, rng=rng)
 
 
 def seen_by(causal):
@@ -84,10 +91,11 @@ def test_a_bias_by_distance_and_other_keys_are_those_of_the_definition(T, S, cau
     *args, w = (r.standard_normal(shape) for shape in shapes)
     segments, keys = np.ones((2, T), int), (np.arange(S) < np.array([[S], [S - 3]])).astype(int)
     keys = segments if causal else keys
-    form = {"segments_BT": segments, "key_segments_BS": keys, "scale": 1.0, "block": block}
 
     def ours(q, k, v, bias):
-        return attention(q, k, v, causal=causal, bias_HO=bias, **form)
+        mask = Mask(causal=causal, segments=segments, key_segments=keys, bias=bias)
+        with tiled.tile_rows(block):
+            return attention(q, k, v, mask, scale=1.0)
 
     def defined(q, k, v, bias):
         scores = jnp.einsum("bthk,bshk->bhts", q, jnp.repeat(k, 2, axis=2))
@@ -108,13 +116,14 @@ def test_a_bias_by_distance_and_other_keys_are_those_of_the_definition(T, S, cau
 
 def test_no_fused_kernel_takes_a_bias():
     shape = {"dtype": jnp.bfloat16, "head_dim": 64, "length": 128}
-    choice = ops._choose("auto", **shape, backend="tpu", only_xla=Why.NO_BIAS)
+    mask = Mask(bias=jnp.ones((2, 255)))
+    choice = ops._choose("auto", **shape, backend="tpu", mask=mask)
     assert str(choice) == "xla (splash needs attention without a bias)"
     q = jnp.ones((1, 4, 2, 8))
-    with pytest.raises(ValueError, match=r"bias_HO has shape \(2, 4\): give \(2, 7\)"):
-        attention(q, q, q, bias_HO=jnp.ones((2, 4)))
-    with pytest.raises(ValueError, match="key_segments_BS needs segments_BT"):
-        attention(q, q, q, key_segments_BS=jnp.ones((1, 4), int))
+    with pytest.raises(ValueError, match=r"bias has shape \(2, 4\): give \(2, 7\)"):
+        attention(q, q, q, Mask(bias=jnp.ones((2, 4))))
+    with pytest.raises(ValueError, match="key_segments needs segments"):
+        attention(q, q, q, Mask(key_segments=jnp.ones((1, 4), int)))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +139,8 @@ def test_gradients_are_those_of_the_definition(causal, documents, softcap):
             return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum()
 
         for block in (1, 3, 7):  # seven tiles make a loop, three are written out
-            tiled = functools.partial(attention, block=block)
-            got = jax.jit(jax.grad(functools.partial(loss, tiled), (0, 1, 2)))(q, k, v)
+            ours = functools.partial(masked, block=block)
+            got = jax.jit(jax.grad(functools.partial(loss, ours), (0, 1, 2)))(q, k, v)
             plain = functools.partial(definition, jnp)
             expected = jax.jit(jax.grad(functools.partial(loss, plain), (0, 1, 2)))(q, k, v)
             for a, b in zip(got, expected, strict=True):
@@ -144,7 +153,7 @@ def test_dropout_drops_weights_and_the_backward_pass_draws_the_same(block):
     T, rate = 10, 0.3
     q, k, _, segments = arrays(4, T=T, K=T, documents=2)
     run = functools.partial(
-        attention, segments_BT=segments, dropout=rate, rng=jax.random.key(1), block=block
+        masked, segments_BT=segments, dropout=rate, rng=jax.random.key(1), block=block
     )
     with jax.enable_x64(True):
         # Values that are the identity show the weights themselves.
@@ -176,7 +185,7 @@ def two_layers(x_BTHK, segments_BT, *, block):
 
     def layer(x_BTHK, _):
         k_BTHK = x_BTHK[:, :, :1]
-        return attention(x_BTHK, k_BTHK, k_BTHK, segments_BT=segments_BT, block=block), None
+        return masked(x_BTHK, k_BTHK, k_BTHK, segments_BT=segments_BT, block=block), None
 
     return jax.lax.scan(layer, x_BTHK, length=2)[0].sum()
 
@@ -226,8 +235,8 @@ def test_splash_is_the_definition(causal, documents, groups, mesh):
 
     def run(*qkvs):
         *qkv, segments_BT = qkvs
-        on_one = functools.partial(splash_attention, **seen, interpret=True)
-        return on_each_device(on_one, *qkv, segments_BT)
+        on_one = functools.partial(splash_attention, softcap=seen["softcap"], interpret=True)
+        return on_each_device(on_one, *qkv, Mask(segments=segments_BT, **seen_by(causal)))
 
     if mesh and "pipe" in mesh:
         # Rows go to the stages, as microbatches do.
@@ -257,9 +266,9 @@ def test_splash_is_the_definition(causal, documents, groups, mesh):
 
 
 def test_kernels_take_what_the_mesh_splits_evenly():
-    mesh = make_mesh(data=2, tensor=2, context=2)
-    with jax.set_mesh(mesh):
-        assert "'context'" in str(obstacle(2, 4))
+    with jax.set_mesh(make_mesh(data=2, tensor=2, context=2)):
+        assert obstacle(2, 4) is None
+        assert "query heads that mesh axes tensor x context of size 4" in str(obstacle(2, 6))
     with jax.set_mesh(make_mesh(data=2, tensor=4)):
         assert obstacle(2, 4) is None
         assert "rows that mesh axes data of size 2" in str(obstacle(3, 4))
@@ -276,7 +285,7 @@ def test_low_precision_multiplies_in_its_own_dtype_and_accumulates_in_float32():
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=0.02)
     gradient = jax.grad(lambda qkv: attention(*qkv).astype(jnp.float32).sum())
     assert float32_products(gradient, (q, k, v)) == []
-    looped = functools.partial(attention, block=8)
+    looped = functools.partial(masked, block=8)
     np.testing.assert_allclose(np.asarray(looped(q, k, v), np.float64), exact, atol=0.02)
     in_loop = jax.grad(lambda qkv: looped(*qkv).astype(jnp.float32).sum())
     assert float32_products(in_loop, (q, k, v)) == []
@@ -287,9 +296,7 @@ def test_low_precision_multiplies_in_its_own_dtype_and_accumulates_in_float32():
 
 def test_extreme_scores_stay_finite():
     q = jnp.full((1, 3, 1, 2), 1e18)
-    out, grad = jax.value_and_grad(lambda q: attention(q, -q, q, segments_BT=jnp.eye(3)[:1]).sum())(
-        q
-    )
+    out, grad = jax.value_and_grad(lambda q: masked(q, -q, q, segments_BT=jnp.eye(3)[:1]).sum())(q)
     assert jnp.isfinite(out)
     assert jnp.isfinite(grad).all()
 
@@ -364,7 +371,7 @@ def test_the_choice_is_by_backend_dtype_and_width():
         (dict(implementation="splash", dtype="float32", backend="gpu"), "a TPU, and the backend"),
         (dict(implementation="cudnn", dtype="float16", backend="gpu", softcap=5.0), "it is 5.0"),
         (
-            dict(implementation="cudnn", dtype="float16", backend="gpu", window=9, causal=False),
+            dict(implementation="cudnn", dtype="float16", backend="gpu", mask=Mask(False, 9)),
             "it sees 8 to both sides",
         ),
         (dict(implementation="splash", dtype="float32", backend="tpu", length=64), "it is 64"),
@@ -383,7 +390,7 @@ def test_a_fall_from_the_fused_kernel_is_said_once(monkeypatch, caplog):
     for _ in range(2):
         jax.eval_shape(attention, q, k, v)
     q = arrays(0, T=128)[0]
-    jax.eval_shape(functools.partial(attention, causal=False), q, k, v)
+    jax.eval_shape(functools.partial(attention, mask=Mask(causal=False)), q, k, v)
     assert [record.message for record in caplog.records] == [
         "attention: xla, because splash needs rows whose length is a multiple of 128, and it is 7",
         "attention: xla, because splash needs as many keys as queries (128), and they are 7",
@@ -402,7 +409,7 @@ def test_cudnn_gets_the_same_masks(monkeypatch):
     q, k, v, segments = arrays(2, documents=3)
     for window in (None, 2):
         seen = {"window": window, "segments_BT": segments}
-        out = attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), **seen)
+        out = masked(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)), **seen)
         expected = definition(np, q, k, v, causal=True, **seen)
         np.testing.assert_allclose(out, expected, atol=2e-6)
 
@@ -414,4 +421,4 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"as many keys \(6\) as queries \(7\)"):
         attention(q, k[:, :6], v[:, :6])
     with pytest.raises(ValueError, match="window=2 must be at least 1, and needs as many k"):
-        attention(q, k[:, :6], v[:, :6], causal=False, window=2)
+        attention(q, k[:, :6], v[:, :6], Mask(causal=False, window=2))

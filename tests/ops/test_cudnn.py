@@ -19,6 +19,7 @@ from jaxtrain.build import build_step, make_abstract_state
 from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
+from jaxtrain.ops.mask import Mask
 from jaxtrain.run import options
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.placement import constrain
@@ -68,7 +69,7 @@ def softmax_attention(q_BTHK, k_BSGK, v_BSGK, bias, *, scale, mask_type, variadi
 def loss(q_BTHK, k_BSGK, v_BSGK, segments_BT, *, causal=True):
     q_BTHK = constrain(q_BTHK, "batch", "sequence", "heads", None)
     k, v = (constrain(x, "batch", "sequence", "kv_heads", None) for x in (k_BSGK, v_BSGK))
-    out = attention(q_BTHK, k, v, segments_BT=segments_BT, causal=causal).astype(jnp.float32)
+    out = attention(q_BTHK, k, v, Mask(causal, segments=segments_BT)).astype(jnp.float32)
     return jnp.sin(out).sum(axis=(1, 2, 3)), out
 
 
@@ -103,6 +104,9 @@ def arrays(G, *, packed, B=8, T=8, S=8, H=4, K=8):
         ({"data": 2, "tensor": 4}, 2, False, "4x8x1x8"),
         ({"pipe": 2, "fsdp": 2, "tensor": 2}, 4, True, "2x8x2x8"),
         ({"pipe": 2, "tensor": 4}, 2, False, "4x8x1x8"),
+        # Positions are exchanged for heads.
+        ({"data": 2, "context": 2, "tensor": 2}, 2, True, "4x8x1x8"),
+        ({"pipe": 2, "context": 4}, 2, True, "4x8x1x8"),
         pytest.param({"data": 4, "tensor": 2}, 4, False, "2x8x2x8", marks=pytest.mark.slow),
         pytest.param({"pipe": 2, "data": 4}, 1, True, "1x8x4x8", marks=pytest.mark.slow),
         pytest.param({"pipe": 8}, 1, False, "1x8x4x8", marks=pytest.mark.slow),
@@ -174,7 +178,7 @@ def test_queries_may_differ_from_keys_in_number(on_gpus):
 @pytest.mark.parametrize(
     ("sizes", "changes", "reason"),
     [
-        ({"context": 2, "data": 4}, {}, "whole rows on every device, and mesh axis 'context'"),
+        ({"context": 8}, {}, "query heads that mesh axes context of size 8 divide, and they are 4"),
         ({"tensor": 8}, {}, "query heads that mesh axes tensor of size 8 divide, and they are 4"),
         ({"data": 8}, {"T": 7, "S": 7}, "packed rows of an even length, and it is 7"),
     ],

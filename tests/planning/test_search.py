@@ -84,8 +84,8 @@ def result():
 def test_every_mesh_is_enumerated_once():
     meshes = list(make_meshes(64, stages=True))
     assert all(mesh.devices == 64 for mesh in meshes)
-    # Six factors of two over four axes.
-    assert len(meshes) == len({*meshes}) == math.comb(9, 3)
+    # Six factors of two over five axes.
+    assert len(meshes) == len({*meshes}) == math.comb(10, 4)
 
 
 def test_a_model_without_stages_has_no_pipeline_and_no_blocks_that_keep_less():
@@ -132,16 +132,18 @@ def test_a_mesh_lies_over_hosts_in_every_way_that_there_is():
         ways = make_placements(CONFIG.layout.mesh, mesh, parse_target("h100:4x2"))
         with simulated_hosts(2):
             found = [slow_parts(jt.make_mesh(**way.sizes)) for way in ways]
-        # Every way to cut the axes into 4 parts, without cutting the tensor axis, and none twice.
-        parts = [x for x in found if math.prod(x.values()) == 4 and x["tensor"] == 1]
+        # Every way to cut the axes into 4 parts, without cutting tensor or context, and none twice.
+        inner = [x["tensor"] * x["context"] for x in found]
+        crossing = [x for x, n in zip(found, inner, strict=True) if n == 1]
+        parts = [x for x in crossing if math.prod(x.values()) == 4]
         sizes = [
             [n for n in (1, 2, 4) if mesh.axes[axis] % n == 0] for axis in ("pipe", "data", "fsdp")
         ]
         expected = [x for x in itertools.product(*sizes) if math.prod(x) == 4]
         assert sorted((x["pipe"], x["data"], x["fsdp"]) for x in parts) == expected
         assert len(found) == len({tuple(x.values()) for x in found})
-        # In the devices' own order a tensor axis may leave a host; such a mesh is refused.
-        assert len(found) - len(parts) == (mesh.tensor > 2)
+        # In the devices' own order these may leave a host; such a mesh is refused.
+        assert len(found) - len(parts) == (mesh.tensor * mesh.context > 2)
 
 
 def test_each_link_is_priced_apart():
@@ -407,7 +409,7 @@ def test_a_search_that_runs_out_of_time_says_what_it_has_not_seen():
     assert len(found.rows) == 1
     (late,) = (f for f in found.families if f.reason.startswith("not looked at: 0 s were over"))
     assert late.count > 0
-    assert lines[0].startswith("mesh 1 of 4: ")
+    assert lines[0].startswith("mesh 1 of 5: ")
     assert "2 fit, the best takes" in lines[1]
 
 

@@ -439,11 +439,11 @@ def test_a_residual_stream_is_split_over_tensor_where_its_length_divides():
         with placement.tracing_on(mesh, None, rules):
             assert pins(placement.scatter_sequence, jnp.ones(even)) == [within, spec]
             assert pins(placement.gather_sequence, jnp.ones(even)) == [spec, within]
-            placement.warn_if_whole(8)
+            placement.check_length(8)
     with placement.tracing_on(mesh, None):
         assert pins(placement.scatter_sequence, jnp.ones(uneven)) == [within, within]
         with pytest.warns(placement.UnevenWarning, match=r"rows of 6 .* no multiple of 4.* tensor"):
-            placement.warn_if_whole(6)
+            placement.check_length(6)
     assert pins(placement.scatter_sequence, jnp.ones(even)) == []
 
 

@@ -1,0 +1,138 @@
+"""Attention whose rows are split over devices: what is exchanged, what is held, what is refused.
+
+That every layout with an axis context computes the same is in tests/compare/test_parity.py.
+
+Shapes: B batch, T queries and keys, H query heads, G key heads, K features.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.decisions import Kind
+from jaxtrain.models import decoder
+from jaxtrain.ops.attention import attention
+from jaxtrain.ops.mask import Mask
+from jaxtrain.ops.tiled import tile_rows
+from jaxtrain.sharding.placement import check_length, constrain
+
+T, WIDTH, ROWS = 2048, 64, 2
+MODEL = decoder.DecoderConfig(
+    **{"vocab_size": 61, "seq_len": T, "layers": 2, "width": WIDTH, "heads": 8, "kv_heads": 2},
+    **{"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "remat": "full"},
+)
+RULES = jt.Rules(decoder.RULES, batch=decoder.BATCH)
+
+
+def compiled(mesh, model=MODEL, length=T):
+    ids = jax.ShapeDtypeStruct((ROWS, length), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segments", "mask"), ids)
+    optimizer = optax.sgd(0.1)
+    init = functools.partial(decoder.init, model)
+    state = jt.abstract_state(init, optimizer, mesh=mesh, rules=RULES)
+    step = jt.build_train_step(decoder.loss_fn(model), optimizer)
+    options = {"xla_backend_optimization_level": 0}
+    how = {"mesh": mesh, "rules": RULES, "compiler_options": options}
+    return jt.compile_step(step, state, batch, **how)
+
+
+def collectives(train):
+    """The numbers of elements that collectives of each kind give."""
+    found = {}
+    kinds = "all-to-all|all-gather|collective-permute"
+    for result, kind in re.findall(rf"= (.+?) ({kinds})(?:-start)?\(", train.compiled.as_text()):
+        sizes = re.search(r"\[([\d,]*)\]", result)[1]
+        found.setdefault(kind, []).append(np.prod([int(n) for n in sizes.split(",")]))
+    return found
+
+
+def test_positions_are_exchanged_for_heads_and_temporaries_fall_with_the_devices():
+    alone = compiled(jt.make_mesh(data=2, devices=jax.devices()[:2]))
+    split = compiled(jt.make_mesh(data=2, context=4))
+    found = collectives(split)
+    # Queries, keys, values and the result, and the gradients of all four.
+    assert len(found.pop("all-to-all")) >= 8
+    # Of a row nothing is gathered but its document numbers, and nothing is sent otherwise.
+    assert {kind: max(sizes) for kind, sizes in found.items()} == {"all-gather": T}
+    one, four = (x.compiled.memory_analysis().temp_size_in_bytes for x in (alone, split))
+    assert four < 0.3 * one
+    assert [str(x) for x in split.findings[Kind.CONTEXT]] == [
+        "attention exchanges positions for heads, for context of size 4 divide its 8 heads"
+    ]
+
+
+def test_keys_are_gathered_where_heads_are_too_few_and_queries_are_not():
+    split = compiled(jt.make_mesh(context=8), dataclasses.replace(MODEL, heads=4))
+    found = collectives(split)
+    # Keys of half as many heads as the queries have.
+    assert {kind: max(sizes) for kind, sizes in found.items()} == {
+        "all-gather": ROWS * T * WIDTH // 2
+    }
+    assert [str(x) for x in split.findings[Kind.CONTEXT]] == [
+        "attention gathers keys and values, for context of size 8 do not divide its 4 heads"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "block", "seen"),
+    [
+        ({"data": 2, "context": 4}, (4, 1), None, {}),
+        ({"context": 4, "tensor": 2}, (8, 2), 8, {"window": 9}),
+        ({"context": 8}, (4, 2), 1, {"window": 9}),
+        ({"data": 2, "context": 4}, (6, 3), None, {}),
+        ({"context": 8}, (2, 1), 4, {"causal": False}),
+        ({"context": 8}, (2, 2), None, {"causal": False, "window": 5}),
+    ],
+)
+def test_rows_of_padding_and_what_stands_in_it_change_nothing(sizes, heads, block, seen):
+    """Against one device without the padding's values, written out and in a loop over tiles."""
+    r, (H, G), length = np.random.default_rng(0), heads, 64
+    q, k, v, d_out = (r.normal(size=(2, length, n, 4)).astype("f4") for n in (H, G, G, H))
+    segments = np.sort(r.integers(1, 4, (2, length)), axis=1)
+    segments[0, 50:] = segments[1] = 0  # the end of one row, and another row
+    padded = (segments == 0)[..., None, None]
+    windowed = jnp.array(True) if "window" in seen else None
+
+    def loss(q, k, v, d_out):
+        q = constrain(q, "batch", "sequence", "heads", None)
+        k, v = (constrain(x, "batch", "sequence", "kv_heads", None) for x in (k, v))
+        with tile_rows(block):
+            out = attention(q, k, v, Mask(segments=segments, windowed=windowed, **seen))
+        return (out * d_out).sum(), out
+
+    def gradients(poison):
+        given = (np.where(padded, poison, x) for x in (q, k, v))
+        with_out = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+        (_, out), found = with_out(*given, np.where(padded, 0, d_out))
+        assert all(np.isfinite(x).all() for x in (out, *found))
+        return [np.where(padded, 0, x) for x in (out, *found)]
+
+    expected = gradients(0.0)
+    with jax.set_mesh(jt.make_mesh(**sizes)):
+        found = gradients(1e15)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be_split_is_refused_before_it_is_compiled():
+    mesh = jt.make_mesh(data=2, context=4)
+    with pytest.raises(ValueError, match=r"'(tokens|mask)'.* \(30\) .* 'context' of size 4"):
+        compiled(mesh, length=30)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"30 positions, and mesh axis context of size 4 .* multi"),
+    ):
+        check_length(30)
+    dropped = {"heads": 6, "kv_heads": 3, "head_dim": 8, "attention_dropout": 0.1}
+    with pytest.raises(ValueError, match=r"6 query heads .* with dropout on its weights cannot"):
+        compiled(mesh, dataclasses.replace(MODEL, **dropped))
+    q = jax.ShapeDtypeStruct((2, 8, 6, 4), jnp.float32)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="attention with a bias cannot gather"):
+        jax.eval_shape(attention, q, q, q, Mask(bias=jnp.ones((6, 15))))
