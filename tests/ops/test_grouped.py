@@ -78,6 +78,14 @@ def test_values_and_gradients(form, case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_curvature_is_refused():
+    weights = {"up": jnp.ones((1, 2, 3)), "down": jnp.ones((1, 3, 2))}
+    given = weights, jnp.ones((1, 4, 1)), jnp.zeros((1, 4, 1), int)
+    slope = jax.grad(lambda x: expert_mlp("relu", x, *given).sum())
+    with pytest.raises(ValueError, match="experts have first derivatives alone"):
+        jax.grad(lambda x: slope(x).sum())(jnp.ones((1, 4, 2)))
+
+
 def test_no_buffer_holds_a_token_for_each_choice_or_expert():
     """Of 16 experts and 8 choices, temporaries stay below four arrays of the tokens."""
     n, d, e, j = 4096, 256, 16, 8
