@@ -32,12 +32,13 @@ class Reduction:
 
     def __add__(self, other: "Reduction") -> "Reduction":
         both = self.joined(self.value, other.value)
-        value = jnp.where(self.parts > 0, jnp.where(other.parts > 0, both, self.value), other.value)
+        has, others = (_beside(x.parts > 0, both) for x in (self, other))
+        value = jnp.where(has, jnp.where(others, both, self.value), other.value)
         return type(self)(value, self.parts + other.parts)
 
     def result(self) -> jax.Array:
         """Returns the value over all parts; NaN where there are none."""
-        return jnp.where(self.parts > 0, self.value, jnp.nan)
+        return jnp.where(_beside(self.parts > 0, self.value), self.value, jnp.nan)
 
 
 @jax.tree_util.register_dataclass
@@ -59,15 +60,15 @@ class Sum(Reduction):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Hottest(Sum):
-    """The largest entry of each row [..., E] of the sum over the mean of that row, at its worst.
+    """The largest entry of each row of the sum [L, E] over the mean of that row, at its worst.
 
     >>> float((Hottest(jnp.array([[3.0, 1.0]])) + Hottest(jnp.array([[0.0, 4.0]]))).result())
     1.25
     """
 
     def result(self) -> jax.Array:
-        loads = self.value
-        return jnp.where(self.parts > 0, (loads.max(-1) / loads.mean(-1)).max(), jnp.nan)
+        worst = (self.value.max(-1) / self.value.mean(-1)).max(-1)
+        return jnp.where(self.parts > 0, worst, jnp.nan)
 
 
 @jax.tree_util.register_dataclass
@@ -128,13 +129,19 @@ class WeightedLoss:
             if _is_reduction(value):
                 return value.result()
             total, weight = value if isinstance(value, tuple) else (value, self.weight)
-            return total / weight
+            return total / _beside(weight, total)
 
         return {k: mean(v) for k, v in ({"loss": self.total} | dict(self.metrics)).items()}
 
 
 def _is_reduction(node: Any) -> bool:
     return isinstance(node, Reduction)
+
+
+def _beside(number: jax.Array, value: jax.Array) -> jax.Array:
+    """A number, or those of a population's members, with the axes that the value has besides."""
+    more = jnp.ndim(value) - jnp.ndim(number)
+    return number.reshape(*number.shape, *[1] * more) if more and jnp.ndim(number) else number
 
 
 LossFn = Callable[..., Any]

@@ -204,6 +204,7 @@ def opened(config: Any, x_BTD: jax.Array, *, record: bool = False) -> Any:
     row_B = jnp.zeros(B, wide(x_BTD.dtype))
     load_BLE = jnp.zeros((B, config.layers, experts), row_B.dtype)
     x = {"hidden": x_BTD, "balance": row_B, "router_z": row_B, "load": load_BLE}
+    x |= {"balancing": row_B} if config.block.routing == "sigmoid" else {}
     shape = B, config.layers, T, config.block.experts_per_token
     return x | ({"routes": jnp.zeros(shape, row_B.dtype)} if record else {})
 
@@ -221,6 +222,8 @@ def _with_routes(x: Any, x_BTD: jax.Array, routes: Routes, index: int | jax.Arra
         "router_z": x["router_z"] + routes.router_z_B,
         "load": x["load"].at[:, index].set(routes.load_BE),
     }
+    if "balancing" in x:
+        x["balancing"] += routes.balancing_B
     if "routes" in x:
         x["routes"] = x["routes"].at[:, index].set(routes.experts_BTJ.astype(x["routes"].dtype))
     return x
@@ -249,9 +252,10 @@ def add_routers(config: Any, loss: WeightedLoss, x: Any, batch: Mapping[str, Any
         "expert_load": (load_LE.mean(0), even),
         "hottest_expert": Hottest(load_LE),
     }
-    return dataclasses.replace(
-        loss, total=loss.total + sum(parts.values()), metrics={**loss.metrics, **metrics}
-    )
+    total = loss.total + sum(parts.values())
+    if "balancing" in x:
+        total += x["balancing"].sum()
+    return dataclasses.replace(loss, total=total, metrics={**loss.metrics, **metrics})
 
 
 def is_local(config: BlockConfig, index: int | jax.Array) -> bool | jax.Array:
@@ -506,7 +510,8 @@ class Experts(nnx.Module):
         self.form, self.per_token = config.mlp, config.experts_per_token
         self.routing = config.routing
         width, hidden, E = config.width, config.mlp_width, config.experts
-        self.router = dense(width, E, rngs, bias=False)
+        # The bias is no part of the logits: it takes part in the choice alone.
+        self.router = dense(width, E, rngs, bias=config.routing == "sigmoid")
         if config.mlp in GATED:
             self.gate = Kernels(normal(rngs, E, width, hidden))
         self.up = Kernels(normal(rngs, E, width, hidden))
@@ -519,6 +524,7 @@ class Experts(nnx.Module):
     ) -> tuple[jax.Array, Routes]:
         x_BTD = gather_sequence(x_BTD)
         how = {"per_token": self.per_token, "routing": self.routing}
+        how["bias_E"] = None if self.router.bias is None else self.router.bias.get_value()
         routes = choose(x_BTD, self.router.kernel.get_value(), **how)
         names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
         weights = {name: getattr(self, name).kernel.get_value() for name in names}

@@ -76,11 +76,23 @@ def _forward(form, *operands):
     return _on_mesh(functools.partial(_values, form, len(operands[1]["up"])), operands), operands
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pull(form, operands, dy_BTD):
+    return _on_mesh(functools.partial(_gradients, form, len(operands[1]["up"])), operands, dy_BTD)
+
+
+def _refuse(*_):
+    raise ValueError(
+        "experts have first derivatives alone, as a loop whose length is data has no others here: "
+        "ask for no curvature of this model, or give one without experts"
+    )
+
+
 def _backward(form, operands, dy_BTD):
-    grads = _on_mesh(functools.partial(_gradients, form, len(operands[1]["up"])), operands, dy_BTD)
-    return *grads, np.zeros(operands[-1].shape, jax.dtypes.float0)
+    return *_pull(form, operands, dy_BTD), np.zeros(operands[-1].shape, jax.dtypes.float0)
 
 
+_pull.defvjp(lambda form, *given: (_pull(form, *given), None), _refuse)
 expert_mlp.defvjp(_forward, _backward)
 
 

@@ -18,9 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.placement import constrain
 
-# Probabilities of all experts, those chosen; or these divided by their sum, which is the softmax of
-# the chosen logits alone (Mixtral).
-ROUTINGS = ("softmax", "softmax_normalised")
+# Weights of the chosen: probabilities among all experts; these divided by their sum, which is the
+# softmax of the chosen logits alone (Mixtral); sigmoids of the logits divided by their sum, where
+# the choice is by the sigmoid plus a balancing bias (DeepSeek-V3).
+ROUTINGS = ("softmax", "softmax_normalised", "sigmoid")
+# The gradient of a balancing bias is the load times this, which no norm of gradients sees.
+TINY = 2.0**-30
 # The name of what is chosen, which every policy of rematerialisation keeps.
 ROUTES = "routes"
 
@@ -38,6 +41,7 @@ class Routes:
       router_z_B: the mean of the squared log of the softmax's normaliser (Zoph et al. 2022,
         https://arxiv.org/abs/2202.08906).
       load_BE: how many choices of the row each expert has.
+      balancing_B: 0, with a gradient by the balancing bias (:func:`balancing_loss`).
     """
 
     experts_BTJ: jax.Array
@@ -45,6 +49,7 @@ class Routes:
     balance_B: jax.Array
     router_z_B: jax.Array
     load_BE: jax.Array
+    balancing_B: jax.Array | None
 
 
 def route(
@@ -53,6 +58,7 @@ def route(
     *,
     per_token: int,
     routing: str = "softmax_normalised",
+    bias_E: jax.Array | None = None,
     live_BT: jax.Array | None = None,
     routes_BTJ: jax.Array | None = None,
 ) -> Routes:
@@ -63,6 +69,7 @@ def route(
       kernel_DE: of the router.
       per_token: J.
       routing: one of :data:`ROUTINGS`.
+      bias_E: added to the scores by which experts are chosen.
       live_BT: bool, False for padding, which no expert sees and nothing counts, whatever it is;
         None means all.
       routes_BTJ: int32, experts that were chosen before, such as by a sampler of the same weights;
@@ -82,13 +89,19 @@ def route(
     highest = jax.lax.Precision.HIGHEST
     logits_BTE = jnp.matmul(x_BTD.astype(dtype), kernel_DE.astype(dtype), precision=highest)
     logits_BTE = constrain(logits_BTE, "batch", "sequence", None)
-    probs_BTE = jax.nn.softmax(logits_BTE)
+    if routing == "sigmoid":
+        by_BTE = scores_BTE = jax.nn.sigmoid(logits_BTE)
+        probs_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
+    else:
+        by_BTE, probs_BTE = logits_BTE, jax.nn.softmax(logits_BTE)
+        scores_BTE = probs_BTE
     if routes_BTJ is None:
-        routes_BTJ = jax.lax.top_k(jax.lax.stop_gradient(logits_BTE), per_token)[1]
+        by_BTE = by_BTE if bias_E is None else by_BTE + bias_E.astype(dtype)
+        routes_BTJ = jax.lax.top_k(jax.lax.stop_gradient(by_BTE), per_token)[1]
     chosen_BTJ = checkpoint_name(jnp.where(live_BT1, routes_BTJ, E).astype(jnp.int32), ROUTES)
     is_chosen_BTJE = chosen_BTJ[..., None] == jnp.arange(E)
-    weights_BTJ = jnp.where(is_chosen_BTJE, probs_BTE[:, :, None], 0).sum(-1)
-    if routing == "softmax_normalised":
+    weights_BTJ = jnp.where(is_chosen_BTJE, scores_BTE[:, :, None], 0).sum(-1)
+    if routing != "softmax":
         weights_BTJ /= jnp.where(live_BT1, weights_BTJ.sum(-1, keepdims=True), 1)
     load_BE = is_chosen_BTJE.sum((1, 2)).astype(dtype)
     tokens_B = jnp.maximum(live_BT.sum(1), 1).astype(dtype)
@@ -96,4 +109,17 @@ def route(
     z_BT = jnp.where(live_BT, jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), 0)
     shares_BE = load_BE / (tokens_B * chosen_BTJ.shape[-1])[:, None]
     balance_B = E * (shares_BE * probs_BE).sum(-1)
-    return Routes(chosen_BTJ, weights_BTJ, balance_B, z_BT.sum(1) / tokens_B, load_BE)
+    balancing_B = None if bias_E is None else balancing_loss(load_BE, bias_E)
+    of_rows = balance_B, z_BT.sum(1) / tokens_B, load_BE, balancing_B
+    return Routes(chosen_BTJ, weights_BTJ, *of_rows)
+
+
+def balancing_loss(load_BE: jax.Array, bias_E: jax.Array) -> jax.Array:
+    """Returns zeros [B], whose gradient by the bias is the load, times :data:`TINY`.
+
+    >>> load = jnp.array([[1.0, 3.0]])
+    >>> jax.grad(lambda bias: balancing_loss(load, bias).sum())(jnp.zeros(2)) / TINY
+    Array([1., 3.], dtype=float32)
+    """
+    zero_E = (bias_E - jax.lax.stop_gradient(bias_E)).astype(load_BE.dtype)
+    return TINY * (jax.lax.stop_gradient(load_BE) * zero_E).sum(-1)

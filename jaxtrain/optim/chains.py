@@ -16,6 +16,7 @@ import optax
 from jaxtrain.optim import layerwise, masks, numerics, rules
 from jaxtrain.optim.accumulation import accumulate as accumulate_calls
 from jaxtrain.optim.averages import ema as ema_of
+from jaxtrain.optim.balance import balance_experts
 from jaxtrain.optim.masks import Mask, Multipliers, Stacked
 from jaxtrain.optim.options import keywords
 from jaxtrain.optim.rate import LearningRate, scale_by_learning_rate
@@ -66,6 +67,7 @@ def make_optimizer(
     plateau_window: int = 100,
     skip_spikes: float | None = None,
     ema: float | None = None,
+    balance_rate: float = 1e-3,
     watch_every: int = 0,
     watch_bins: int = 0,
     **options: Any,
@@ -122,6 +124,7 @@ def make_optimizer(
         ``spikes.skip_spikes``. None leaves out none.
       ema: decay of a moving average of the parameters that train, in the state: one that an
         evaluation reads with :func:`jaxtrain.averaged`; see ``averages.ema``. None keeps none.
+      balance_rate: step of the balancing biases of routers; see ``balance.balance_experts``.
       watch_every: updates between two measurements of the norms of every layer's gradient (before
         clipping), parameters and update; see ``watching.watch``. 0 measures none.
       watch_bins: of these, histograms of so many bins besides; 0 makes none.
@@ -221,6 +224,7 @@ plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every,
         clips += [] if clip_norm is None else [_clip_by_global_norm(clip_norm, order)]
         tx = optax.chain(optax.chain(*clips) if clips else optax.identity(), *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
+        tx = balance_experts(tx, balance_rate)
         tx = tx if ema is None else ema_of(tx, ema)
         tx = watch(tx, watch_every, bins=watch_bins, stacked=axes) if watch_every else tx
         if every > 1 or accumulate_ramp:

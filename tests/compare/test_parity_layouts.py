@@ -35,6 +35,7 @@ EXPERTS = dataclasses.replace(LLAMA, experts=4, mlp_width=32, balance=0.1, route
 FORMS["experts"] = EXPERTS
 FORMS["experts, 8"] = dataclasses.replace(EXPERTS, experts=8, shared_experts=2, remat="full")
 FORMS["one expert takes all"] = dataclasses.replace(EXPERTS, experts_per_token=1, dropout=0.1)
+FORMS["experts, biased"] = dataclasses.replace(EXPERTS, routing="sigmoid")
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 
@@ -57,6 +58,8 @@ CASES = [
         ("experts", 16, "pipe=2,expert=2,data=2", {}),
         ("experts", 16, "pipe=2,expert=2,tensor=2", INTERLEAVED),
         ("experts", 16, "pipe=2,expert=4", {"remat": "none"}),
+        ("experts, biased", 16, "pipe=2,expert=2,data=2", {}),
+        ("experts, biased", 16, "data=2,fsdp=2,expert=2,accumulate=2", {}),
         ("dropout in tiles", 8, "pipe=2,fsdp=2,tensor=2", {}),
         ("tiles", 2, "data=8,zero=3", {}),
         ("tiles", 2, "data=2,tensor=4", {}),

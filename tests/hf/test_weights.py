@@ -124,6 +124,31 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(name, folder_of):
             np.testing.assert_allclose(ours, theirs, atol=bound, err_msg=their_name)
 
 
+def test_the_gradients_of_experts_are_those_of_transformers(folder_of):
+    """Who keeps a layer's experts in one tensor, gates and ups side by side."""
+    folder, tokens = folder_of("mixtral"), 1 + TOKENS % 60
+    config = dataclasses.replace(hf.read_config(folder), balance=0.0, router_z=0.0)
+    batch = {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "mask": np.ones(tokens.shape)}
+    batch = {name: jnp.asarray(x) for name, x in batch.items()}
+    mean = lambda params: decoder.loss_fn(config)(params, batch, None).means()["loss"]  # noqa: E731
+    params = hf.load(hf.open_weights(folder))
+    loss, grads = quick_jit(jax.value_and_grad(mean))(params)
+    their_loss, theirs = models.gradients(folder, tokens, np.roll(tokens, -1, 1))
+    np.testing.assert_allclose(loss, their_loss, rtol=1e-5)
+    ours = {name: np.asarray(x["kernel"]) for name, x in grads["blocks"]["experts"].items()}
+    for l in range(config.layers):
+        block = f"model.layers.{l}.mlp"
+        gate_up = np.concatenate([ours["gate"][l], ours["up"][l]], -1)
+        for name, found in (
+            ("experts.gate_up_proj", gate_up.swapaxes(1, 2)),
+            ("experts.down_proj", ours["down"][l].swapaxes(1, 2)),
+            ("gate.weight", ours["router"][l].T),
+        ):
+            wanted = theirs[f"{block}.{name}"]
+            bound = 1e-4 * np.abs(wanted).max()
+            np.testing.assert_allclose(found, wanted, atol=bound, err_msg=name)
+
+
 @pytest.mark.parametrize(
     ("axes", "stack"),
     [

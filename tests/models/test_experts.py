@@ -6,12 +6,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.jaxprs import equations
 from jaxtrain.models import decoder
 from jaxtrain.models.config import BlockConfig
 from jaxtrain.ops.remat import REMAT
+from jaxtrain.ops.routing import TINY
 from tests import problems
 
 MOE = decoder.DecoderConfig(
@@ -70,13 +73,15 @@ def test_equal_experts_are_one_mlp():
     np.testing.assert_allclose(loss_of(shared)(params, batch).total, one.total, rtol=1e-5)
 
 
-def test_any_cut_of_a_batch_has_the_loss_the_gradients_and_the_loads_of_the_whole():
-    params, batch = params_of(MOE), batch_of()
+@pytest.mark.parametrize("routing", ["softmax_normalised", "sigmoid"])
+def test_any_cut_of_a_batch_has_the_loss_the_gradients_and_the_loads_of_the_whole(routing):
+    config = dataclasses.replace(MOE, routing=routing)
+    params, batch = params_of(config), batch_of()
 
     @jax.jit
     def run(params, batch):
         def total(params):
-            loss = decoder.loss_fn(MOE)(params, batch, None)
+            loss = decoder.loss_fn(config)(params, batch, None)
             return loss.total, loss
 
         grads, loss = jax.grad(total, has_aux=True)(params)
@@ -86,11 +91,25 @@ def test_any_cut_of_a_batch_has_the_loss_the_gradients_and_the_loads_of_the_whol
     parts = [run(params, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)]
     added = parts[0][0] + parts[1][0], jax.tree.map(jnp.add, parts[0][1], parts[1][1])
     wanted, got = ((x.means(), g) for x, g in ((loss, grads), added))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), got, wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), got, wanted)
     means = loss.means()
     assert float(means["expert_load"].mean()) == pytest.approx(1)  # nothing is dropped
     assert 1 < float(means["hottest_expert"]) <= 2
     assert float(means["loss"]) > float(means["balance_loss"]) > 0.5 * MOE.layers * 0.99
+    if (
+        routing == "sigmoid"
+    ):  # the gradient is the load: it moves towards those that are chosen less
+        load_LE = loss.metrics["hottest_expert"].value
+        bias_LE = grads["blocks"]["experts"]["router"]["bias"]
+        np.testing.assert_allclose(bias_LE / TINY, load_LE)
+        plain = jt.make_optimizer("adamw", 0.1, clip_norm=1e-9, weight_decay=1.0, stacked=("^b",))
+        updates, _ = plain.update(grads, plain.init(params), params)
+        wanted = 1e-3 * np.sign(load_LE.mean(-1, keepdims=True) - load_LE)
+        got = updates["blocks"]["experts"]["router"]["bias"]
+        np.testing.assert_allclose(got, wanted)
+        assert optax.tree.norm(grads) == optax.tree.norm(
+            jax.tree.map(lambda x: jnp.where(jnp.abs(x).max() < 1e-4, 0, x), grads)
+        )
 
 
 def test_one_expert_may_take_every_token():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.ops.grouped import expert_mlp
-from jaxtrain.ops.routing import route
+from jaxtrain.ops.routing import ROUTINGS, route
 
 B, T, D, F, E, J = 2, 24, 6, 10, 5, 2
 
@@ -78,6 +78,14 @@ def test_values_and_gradients(form, case):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_curvature_is_refused():
+    weights = {"up": jnp.ones((1, 2, 3)), "down": jnp.ones((1, 3, 2))}
+    given = weights, jnp.ones((1, 4, 1)), jnp.zeros((1, 4, 1), int)
+    slope = jax.grad(lambda x: expert_mlp("relu", x, *given).sum())
+    with pytest.raises(ValueError, match="experts have first derivatives alone"):
+        jax.grad(lambda x: slope(x).sum())(jnp.ones((1, 4, 2)))
+
+
 def test_no_buffer_holds_a_token_for_each_choice_or_expert():
     """Of 16 experts and 8 choices, temporaries stay below four arrays of the tokens."""
     n, d, e, j = 4096, 256, 16, 8
@@ -90,7 +98,7 @@ def test_no_buffer_holds_a_token_for_each_choice_or_expert():
     assert memory.temp_size_in_bytes < 4 * 4 * n * d
 
 
-@pytest.mark.parametrize("routing", ["softmax", "softmax_normalised"])
+@pytest.mark.parametrize("routing", ROUTINGS)
 def test_routes(routing):
     """Choices, weights, losses and loads, by their definitions; padding is anything and counts
     nothing; two equal logits go to the lower number."""
@@ -100,16 +108,23 @@ def test_routes(routing):
     live = np.arange(T) < np.array([[T], [T // 3]])
     logits = x @ kernel
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    order = np.argsort(-np.round(probs, 12), axis=-1, kind="stable")[..., :J]
-    weights = np.take_along_axis(probs, order, -1)
-    if routing == "softmax_normalised":
+    scores, bias = probs, None
+    if routing == "sigmoid":
+        scores, bias = 1 / (1 + np.exp(-logits)), np.array([0.3, 0, -0.2, 0, 0.1])
+        probs = scores / scores.sum(-1, keepdims=True)
+    by = scores if bias is None else scores + bias
+    order = np.argsort(-np.round(by, 12), axis=-1, kind="stable")[..., :J]
+    weights = np.take_along_axis(scores, order, -1)
+    if routing != "softmax":
         weights /= weights.sum(-1, keepdims=True)
+    if routing == "softmax_normalised":
         top = np.take_along_axis(logits, order, -1)
         np.testing.assert_allclose(weights, np.exp(top) / np.exp(top).sum(-1, keepdims=True))
     x[~live] = np.nan
 
     def run(x, kernel):
-        return route(x, kernel, per_token=J, routing=routing, live_BT=jnp.asarray(live))
+        how = {"routing": routing, "bias_E": None if bias is None else jnp.asarray(bias)}
+        return route(x, kernel, per_token=J, **how, live_BT=jnp.asarray(live))
 
     given = jnp.asarray(x, jnp.float32), jnp.asarray(kernel, jnp.float32)
     got = jax.jit(run)(*given)
