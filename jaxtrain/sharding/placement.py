@@ -168,6 +168,15 @@ def gather_sequence(x_BTD: jax.Array) -> jax.Array:
     return _pin_rows(pin_residual(x_BTD))
 
 
+def whole_rows(x_BTD: jax.Array) -> jax.Array:
+    """Gathers a residual stream for what reads a row at once, such as its first position.
+
+    What takes a place of a row that is split is an exchange between some of its devices, which
+    within the branch of a pipeline waits for ever on a CPU.
+    """
+    return constrain(gather_sequence(x_BTD), "batch", *[None] * (x_BTD.ndim - 1))
+
+
 def scatter_sequence(x_BTD: jax.Array) -> jax.Array:
     """Splits a branch's sum like the residual stream: each device takes its own positions.
 
