@@ -260,10 +260,13 @@ def row_angles(
     frequencies = rotary_frequencies(
         config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
     )
+    magnitude = getattr(config.rope_scaling, "magnitude", 1.0)
     if config.local_rope_theta is not None:
         own = rotary_frequencies(config.head_dim, theta=config.local_rope_theta)
-        frequencies = jnp.where(is_local(config, index), own, frequencies)
-    angles = rotary_angles(positions_BT, frequencies)
+        local = is_local(config, index)
+        frequencies = jnp.where(local, own, frequencies)
+        magnitude = jnp.where(local, 1.0, magnitude).astype(frequencies.dtype)
+    angles = rotary_angles(positions_BT, frequencies, magnitude)
     return tuple(constrain(x, "batch", "sequence", None) for x in angles)
 
 
