@@ -194,11 +194,6 @@ def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dic
         raise ValueError(
             f"--mesh.tensor {tensor} does not divide {model.heads} heads: use a divisor"
         )
-    if model.length % (context := config.layout.mesh.context or 1):
-        raise ValueError(
-            f"--mesh.context {context} does not divide the {model.length} positions of an image, "
-            "its patches and one for the class: use 1"
-        )
     uneven = model.length % tensor  # patches and one for the class often are
     logits = lambda state, batch: vit.logits(model, state.params, batch)  # noqa: E731
     stored = {"model": dataclasses.asdict(model), "form": "vit", "family": "vit"}

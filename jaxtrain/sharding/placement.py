@@ -212,8 +212,8 @@ def check_length(length: int) -> None:
     within = free_axes(mesh, "sequence")
     if length % (parts := math.prod(mesh.shape[axis] for axis in within)):
         raise ValueError(
-            f"rows have {length} positions, and mesh axis {' x '.join(within)} of size {parts} is "
-            f"to split them: use a multiple of {parts}"
+            f"the model's rows have {length} positions, which mesh axis {' x '.join(within)} of "
+            f"size {parts} does not divide: use rows of a multiple of {parts}, or another size"
         )
     axes, parts = _residual_axes()
     if axes and length % parts:
