@@ -96,7 +96,7 @@ def _layouts() -> Iterator[Capability]:
         ("data parallel", "data=2", "data|mesh"),
         ("fsdp", "fsdp=2", "fsdp|mesh"),
         ("tensor parallel", "tensor=2", "tensor|mesh"),
-        ("context parallel", "context=2", "context|mesh|positions"),
+        ("context parallel", "data=2,context=2", "context|mesh|positions"),
         ("pipeline, 1F1B", f"{pipe},pipeline.schedule=1f1b", "pipe|stage"),
         ("pipeline, interleaved", interleaved, "pipe|stage"),
         ("pipeline, GPipe", f"{pipe},pipeline.schedule=gpipe", "pipe|stage"),
@@ -460,7 +460,7 @@ class Together:
     def layout(self) -> str:
         """The layout, on :data:`MESH` where none asks for a mesh."""
         fields = dict(self.fields)
-        if not fields.keys() & {"data", "fsdp", "tensor", "pipe"}:
+        if not fields.keys() & {"data", "fsdp", "tensor", "pipe", "context"}:
             fields = dict(word.split("=") for word in MESH.split(",")) | fields
         return ",".join(f"{name}={value}" for name, value in fields.items())
 

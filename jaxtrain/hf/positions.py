@@ -1,5 +1,6 @@
 """Rotary positions, and layers with a window or without, as config.json says them."""
 
+import math
 from typing import Any
 
 from jaxtrain.hf.family import check_positive
@@ -7,7 +8,7 @@ from jaxtrain.hf.table import REQUIRED
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
-from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
+from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling, YarnScaling
 
 
 def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
@@ -25,6 +26,8 @@ def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
     for name, value in {"rope_theta": theta, **found}.items():
         if name in ("rope_theta", *_LLAMA3):
             check_positive(name, value)
+    if kind == "yarn" and set(_YARN[:2]) <= found.keys() <= {*_YARN, *_MSCALES}:
+        return {"rope_theta": theta, "rope_scaling": _yarn(found)}
     for scaling, (name, numbers) in _SCALINGS.items():
         if kind == name and found.keys() == set(numbers):
             return {"rope_theta": theta, "rope_scaling": scaling(*map(found.get, numbers))}
@@ -38,8 +41,28 @@ def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
 
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_YARN = ("factor", _LLAMA3[3], "attention_factor", "beta_fast", "beta_slow", "truncate")
+_MSCALES = ("mscale", "mscale_all_dim")
 # Their name and numbers, in the order of ours.
-_SCALINGS = {Llama3Scaling: ("llama3", _LLAMA3), LinearScaling: ("linear", ("factor",))}
+_SCALINGS = {
+    Llama3Scaling: ("llama3", _LLAMA3),
+    LinearScaling: ("linear", ("factor",)),
+    YarnScaling: ("yarn", _YARN),
+}
+
+
+def _yarn(found: dict[str, Any]) -> YarnScaling:
+    for name in (*_YARN[2:5], *_MSCALES):
+        if found.get(name) is not None:
+            check_positive(name, found[name])
+    factor, length, magnitude, fast, slow = map(found.get, _YARN[:5])
+    log = 0.1 * math.log(max(factor, 1))
+    if magnitude is None:
+        own, all_dim = map(found.get, _MSCALES)
+        magnitude = (log * own + 1) / (log * all_dim + 1) if own and all_dim else log + 1
+    return YarnScaling(
+        factor, length, magnitude, fast or 32, slow or 1, int(found.get("truncate", 1))
+    )
 
 
 def write_rope(config: DecoderConfig) -> dict[str, Any]:
@@ -51,7 +74,13 @@ def _scaling(config: DecoderConfig | EncoderConfig) -> dict[str, Any] | None:
     if config.rope_scaling is None:
         return None
     name, numbers = _SCALINGS[type(config.rope_scaling)]
-    return {"rope_type": name} | dict(zip(numbers, config.rope_scaling, strict=True))
+    found = {"rope_type": name} | dict(zip(numbers, config.rope_scaling, strict=True))
+    if name != "yarn":
+        return found
+    found["truncate"] = bool(found["truncate"])
+    usual = _yarn({key: found[key] for key in _YARN[:2]})._asdict().values()
+    usual = dict(list(zip(_YARN, usual, strict=True))[2:])
+    return {key: x for key, x in found.items() if key not in usual or x != usual[key]}
 
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"

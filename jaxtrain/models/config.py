@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import IMPLEMENTATIONS
 from jaxtrain.ops.remat import REMAT
-from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling, scaling_of
+from jaxtrain.ops.rotary import Scaling, scaling_of
 from jaxtrain.ops.routing import ROUTINGS
 
 INIT_STD = 0.02
@@ -65,7 +65,7 @@ class LayerFields:
     qk_norm: Literal[False, True, "whole"] = False
     window: int | None = None
     window_pattern: tuple[bool, ...] = (True,)
-    rope_scaling: Llama3Scaling | LinearScaling | None = None
+    rope_scaling: Scaling | None = None
     local_rope_theta: float | None = None
     query_pre_attn_scalar: float | None = None
     attention_softcap: float | None = None

@@ -389,7 +389,7 @@ def scores(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
     last token's. Arguments are those of :func:`head_loss`."""
     x_BTD = _final_norm(config, params, x_BTD)
     kernel_D1 = params["head"]["score"]["kernel"]
-    return matmul_float32(x_BTD.reshape(-1, config.width), kernel_D1).reshape(x_BTD.shape[:2])
+    return matmul_float32(layers.rows(x_BTD), kernel_D1).reshape(x_BTD.shape[:2])
 
 
 def distillation_loss(

@@ -33,7 +33,7 @@ from jaxtrain.models.config import Activation, BlockConfig, TokenFields, keys_se
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.linear import through
 from jaxtrain.ops.numerics import drop, wide
-from jaxtrain.sharding.placement import constrain, gather_sequence, pin_residual
+from jaxtrain.sharding.placement import constrain, pin_residual, whole_rows
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.stages import Stages, loss_from_stages, run_layers
 
@@ -191,9 +191,9 @@ class Embed(layers.Embed):
         if not self.typed:
             return self.norm(x_BTD)
         # A product: of few rows it costs nothing, and sums its gradient in float32.
-        one_hot_NS = jax.nn.one_hot(types_BT.reshape(-1), self.types.shape[0], dtype=x_BTD.dtype)
+        one_hot_BTS = jax.nn.one_hot(types_BT, self.types.shape[0], dtype=x_BTD.dtype)
         # Whole, as the other tables' width is: in a pipeline only one stage could exchange parts.
-        types_ND = through(_whole_product, one_hot_NS, self.types.get_value())
+        types_ND = through(_whole_product, layers.rows(one_hot_BTS), self.types.get_value())
         return self.norm(x_BTD + types_ND.reshape(*types_BT.shape, -1))
 
 
@@ -206,7 +206,7 @@ class Transform(nnx.Module):
         self.norm = layers.Norm(config.block, rngs=rngs)
 
     def hidden(self, x: jax.Array) -> jax.Array:
-        x_ND = self.transform(x.reshape(-1, x.shape[-1]))
+        x_ND = self.transform(layers.rows(x) if x.ndim == 3 else x)
         return self.norm(ACTIVATIONS[self.form](x_ND)).reshape(x.shape)
 
 
@@ -227,7 +227,7 @@ class NormedClassHead(Transform):
         self.out = layers.dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-        x_BTD = gather_sequence(x_BTD)
+        x_BTD = whole_rows(x_BTD)
         if not self.mean:
             return layers.class_logits(self.out, self.hidden(x_BTD[:, 0]))
         seen_BT = jnp.ones(x_BTD.shape[:2]) if segments_BT is None else segments_BT > 0
@@ -245,7 +245,7 @@ class ClassHead(nnx.Module):
         self.out = layers.dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
-        return layers.class_logits(self.out, jnp.tanh(self.pool(gather_sequence(x_BTD)[:, 0])))
+        return layers.class_logits(self.out, jnp.tanh(self.pool(whole_rows(x_BTD)[:, 0])))
 
 
 class PlaceHead(Transform):
@@ -260,7 +260,7 @@ class PlaceHead(Transform):
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         del segments_BT
-        x_BTD, out = gather_sequence(x_BTD), getattr(self, self.name)
+        x_BTD, out = whole_rows(x_BTD), getattr(self, self.name)
         x_BTD = self.hidden(x_BTD) if self.normed else x_BTD
         if self.name == "spans":
             # A softmax over places is the same for every bias: its gradient would be rounding

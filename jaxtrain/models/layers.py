@@ -341,10 +341,13 @@ def row_angles(
     frequencies = rotary_frequencies(
         config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
     )
+    magnitude = getattr(config.rope_scaling, "magnitude", 1.0)
     if config.local_rope_theta is not None:
         own = rotary_frequencies(config.head_dim, theta=config.local_rope_theta)
-        frequencies = jnp.where(is_local(config, index), own, frequencies)
-    angles = rotary_angles(positions_BT, frequencies)
+        local = is_local(config, index)
+        frequencies = jnp.where(local, own, frequencies)
+        magnitude = jnp.where(local, 1.0, magnitude).astype(frequencies.dtype)
+    angles = rotary_angles(positions_BT, frequencies, magnitude)
     return tuple(constrain(x, "batch", "sequence", None) for x in angles)
 
 
@@ -699,7 +702,7 @@ def _parts(x_BTD: jax.Array, *layers: Dense) -> Sequence[jax.Array]:
     """
 
     def products(x_BTD: jax.Array) -> list[jax.Array]:
-        x = _rows(gather_sequence(x_BTD))
+        x = rows(gather_sequence(x_BTD))
         return [layer(x) for layer in layers]
 
     if splits_residual(x_BTD.shape[1]) and not rematerialised.value:
@@ -711,10 +714,10 @@ def _parts(x_BTD: jax.Array, *layers: Dense) -> Sequence[jax.Array]:
 def _sum_of_parts(layer: Dense, x_BTF: jax.Array) -> jax.Array:
     """A dense layer of each device's heads or features, summed into the residual stream."""
     B, T, _ = x_BTF.shape
-    return layer(_rows(x_BTF), lambda y: scatter_sequence(y.reshape(B, T, -1)))
+    return layer(rows(x_BTF), lambda y: scatter_sequence(y.reshape(B, T, -1)))
 
 
-def _rows(x_BTD: jax.Array) -> jax.Array:
+def rows(x_BTD: jax.Array) -> jax.Array:
     """[N, D]: with [B, T, D] the weight's gradient transposes and copies on CPU, at twice the time.
 
     But [B, T, D] where a product's result is scattered over the sequence, or rows are split: tokens

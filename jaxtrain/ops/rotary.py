@@ -28,12 +28,13 @@ class Llama3Scaling(NamedTuple):
     high: float
     length: int
 
-    def scaled(self, frequencies: jax.Array) -> jax.Array:
-        """Returns the frequencies of the stretched positions.
+    def scaled(self, frequencies: jax.Array, theta: float | None = None) -> jax.Array:
+        """Returns the frequencies, of base ``theta``, of the stretched positions.
 
         >>> Llama3Scaling(8.0, 1.0, 4.0, 100).scaled(jnp.array([1.0, 0.01]))
         Array([1.     , 0.00125], dtype=float32)
         """
+        del theta
         turns = self.length * frequencies / (2 * math.pi)  # within ``length`` positions
         kept = jnp.clip((turns - self.low) / (self.high - self.low), 0.0, 1.0)
         return frequencies * (kept + (1 - kept) / self.factor)
@@ -45,20 +46,63 @@ class LinearScaling(NamedTuple):
 
     factor: float
 
-    def scaled(self, frequencies: jax.Array) -> jax.Array:
-        """Returns the frequencies of the stretched positions.
+    def scaled(self, frequencies: jax.Array, theta: float | None = None) -> jax.Array:
+        """Returns the frequencies, of base ``theta``, of the stretched positions.
 
         >>> LinearScaling(8.0).scaled(jnp.array([1.0, 0.5]))
         Array([0.125 , 0.0625], dtype=float32)
         """
+        del theta
         return frequencies / self.factor
 
 
-Scaling = Llama3Scaling | LinearScaling
+class YarnScaling(NamedTuple):
+    """Scaling of rotary positions by YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071;
+    ``rope_type: yarn``): slow frequencies by a factor, fast ones not, others between; and queries
+    and keys are longer.
+
+    Args:
+      factor: divides the frequencies that turn less than ``slow`` times.
+      length: positions that the model had been trained on before.
+      magnitude: multiplies cosines and sines, so that it is squared in scores.
+      fast, slow: turns within ``length`` positions, from which on and up to which frequencies are
+        kept and divided.
+      whole: whether the pairs of features at which the ramp begins and ends are whole numbers: 1,
+        or 0.
+    """
+
+    factor: float
+    length: int
+    magnitude: float
+    fast: float = 32.0
+    slow: float = 1.0
+    whole: int = 1
+
+    def scaled(self, frequencies: jax.Array, theta: float) -> jax.Array:
+        """Returns the frequencies, of base ``theta``, of the stretched positions.
+
+        >>> YarnScaling(4.0, 64, 1.1).scaled(jnp.array([1.0, 0.1]), 100.0)
+        Array([1.    , 0.0625], dtype=float32)
+        """
+        pairs = frequencies.shape[0]
+        low, high = (
+            pairs * math.log(self.length / (turns * 2 * math.pi)) / math.log(theta)
+            for turns in (self.fast, self.slow)
+        )
+        if self.whole:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * pairs - 1)
+        high += 0.001 * (low == high)
+        divided = jnp.clip((jnp.arange(pairs) - low) / (high - low), 0.0, 1.0)
+        return frequencies * (1 - divided + divided / self.factor)
+
+
+Scaling = Llama3Scaling | LinearScaling | YarnScaling
 
 
 def scaling_of(values: Any) -> Scaling:
-    """Makes a scaling of its numbers, such as those of a file: one is linear, four are Llama 3's.
+    """Makes a scaling of its numbers, such as those of a file: one is linear, four are Llama 3's,
+    and six YaRN's.
 
     Raises:
       ValueError: they are others.
@@ -69,10 +113,13 @@ def scaling_of(values: Any) -> Scaling:
     numbers = isinstance(values, list | tuple) and all(type(x) in (int, float) for x in values)
     if numbers and len(values) == 1 and values[0] > 0:
         return LinearScaling(*values)
+    if numbers and len(values) == 6 and min(values[:5]) > 0 and values[3] > values[4]:
+        return YarnScaling(*values)
     if not numbers or len(values) != 4 or min(values) <= 0 or values[1] >= values[2]:
         raise ValueError(
-            f"rope_scaling={values!r} must be one positive number (factor), or four (factor, low, "
-            "high, length), low below high"
+            f"rope_scaling={values!r} must be one positive number (factor), four (factor, low, "
+            "high, length), low below high, or six (factor, length, magnitude, fast, slow, whole), "
+            "slow below fast"
         )
     return Llama3Scaling(*values)
 
@@ -89,14 +136,16 @@ def rotary_frequencies(
       scaling: changes them.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=float) / head_dim)
-    return frequencies if scaling is None else scaling.scaled(frequencies)
+    return frequencies if scaling is None else scaling.scaled(frequencies, theta)
 
 
-def rotary_angles(positions_BT: jax.Array, frequencies: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines of ``position * frequency``, [B, T, K/2] in the dtype of the
-    frequencies [K/2], of int32 positions, whose leading dimensions may be any."""
+def rotary_angles(
+    positions_BT: jax.Array, frequencies: jax.Array, magnitude: float | jax.Array = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ``magnitude`` times cosines and sines of ``position * frequency``, [B, T, K/2] in the
+    dtype of the frequencies [K/2], of int32 positions, whose leading dimensions may be any."""
     angles = positions_BT.astype(frequencies.dtype)[..., None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
 
 
 def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -168,6 +168,15 @@ def gather_sequence(x_BTD: jax.Array) -> jax.Array:
     return _pin_rows(pin_residual(x_BTD))
 
 
+def whole_rows(x_BTD: jax.Array) -> jax.Array:
+    """Gathers a residual stream for what reads a row at once, such as its first position.
+
+    What takes a place of a row that is split is an exchange between some of its devices, which
+    within the branch of a pipeline waits for ever on a CPU.
+    """
+    return constrain(gather_sequence(x_BTD), "batch", *[None] * (x_BTD.ndim - 1))
+
+
 def scatter_sequence(x_BTD: jax.Array) -> jax.Array:
     """Splits a branch's sum like the residual stream: each device takes its own positions.
 
@@ -203,8 +212,8 @@ def check_length(length: int) -> None:
     within = free_axes(mesh, "sequence")
     if length % (parts := math.prod(mesh.shape[axis] for axis in within)):
         raise ValueError(
-            f"rows have {length} positions, and mesh axis {' x '.join(within)} of size {parts} is "
-            f"to split them: use a multiple of {parts}"
+            f"the model's rows have {length} positions, which mesh axis {' x '.join(within)} of "
+            f"size {parts} does not divide: use rows of a multiple of {parts}, or another size"
         )
     axes, parts = _residual_axes()
     if axes and length % parts:

@@ -32,6 +32,9 @@ LLAMA3 = dict(
     original_max_position_embeddings=32,
 )
 
+YARN = dict(rope_type="yarn", rope_theta=1e3, factor=4.0, beta_fast=4.0)
+YARN |= dict(original_max_position_embeddings=32)
+
 GEMMA = SIZES | dict(num_hidden_layers=3, head_dim=12, query_pre_attn_scalar=10)
 GEMMA2 = GEMMA | dict(sliding_window=5, final_logit_softcapping=3.0, attn_logit_softcapping=2.0)
 ROPES = {
@@ -99,6 +102,11 @@ MODELS = {
     "qwen3 moe, not normalised": (
         "qwen3_moe",
         SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, head_dim=8),
+    ),
+    "qwen3, yarn": ("qwen3", SIZES | dict(head_dim=16, rope_parameters=YARN)),
+    "llama, yarn, no whole pairs": (
+        "llama",
+        SIZES | dict(rope_parameters=YARN | dict(attention_factor=1.5, truncate=False)),
     ),
     "qwen3, tied": ("qwen3", SIZES | dict(head_dim=8, tie_word_embeddings=True)),
 }

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxtrain import hf
 from jaxtrain.hf.families import family_of
 from jaxtrain.hf.positions import _LLAMA3
 from jaxtrain.models.config import windows_of
+from jaxtrain.ops.rotary import rotary_frequencies
 from tests.hf import models
 
 # The fields of config.json in the repositories of these names.
@@ -232,6 +234,28 @@ def test_of_two_names_of_a_rope_type_the_newer_counts():
     theirs["rope_scaling"] = {"type": "yarn"}
     with pytest.raises(ValueError, match="rope_type='yarn' with nothing is not known here"):
         family_of(theirs).config(theirs)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"mscale": 0.7, "mscale_all_dim": 1.3, "truncate": False},
+        {"attention_factor": 1.5, "beta_fast": 4.0, "beta_slow": 2},
+        {"factor": 0.5, "beta_slow": 31.5, "mscale": 0.7},
+    ],
+)
+def test_yarn_is_that_of_transformers(more):
+    theirs = json.loads(PUBLISHED["llama-7b"])
+    stretched = {"factor": 4.0, "original_max_position_embeddings": 64} | more
+    theirs["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e3} | stretched
+    library = models.transformers()
+    yarn = library.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"]
+    expected, magnitude = yarn(library.LlamaConfig(**theirs))
+    config = family_of(theirs).config(dict(theirs))
+    found = rotary_frequencies(128, theta=1e3, scaling=config.rope_scaling)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert config.rope_scaling.magnitude == pytest.approx(magnitude)
 
 
 @pytest.mark.parametrize("layers", [2, 7, 12])

@@ -127,7 +127,7 @@ def test_what_cannot_be_split_is_refused_before_it_is_compiled():
         compiled(mesh, length=30)
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"30 positions, and mesh axis context of size 4 .* multi"),
+        pytest.raises(ValueError, match=r"30 positions, which mesh axis context of size 4 .*multi"),
     ):
         check_length(30)
     dropped = {"heads": 6, "kv_heads": 3, "head_dim": 8, "attention_dropout": 0.1}
