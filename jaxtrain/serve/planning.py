@@ -7,7 +7,7 @@ Shapes: B rows, C tokens of a chunk, P pages of a row.
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -142,52 +142,75 @@ def plan_serving(experiment: Experiment, target: Target, shape: str) -> ServingP
         raise ValueError(
             f"--serve is {shape!r}: the model has {model.seq_len} learned positions; ask for less"
         )
-    tensor = experiment.layout.mesh.filled(target.size).tensor
-    if tensor != target.size:
+    if experiment.layout.mesh.filled(target.size).tensor != target.size:
         raise ValueError(
             f"{target} has {target.size} devices, over which a server splits heads and MLP width: "
             f"give --mesh.tensor {target.size}"
         )
-    mesh = make_mesh(tensor=tensor, devices=target.devices())
-    dtype = experiment.policy.compute_dtype
+    mesh = make_mesh(tensor=target.size, devices=target.devices())
+    dtype, limit = experiment.policy.compute_dtype, target.chip.memory_bytes
     kept = {kind: _weights(model, mesh, dtype, kind) for kind in (None, "int8")}
-    params = kept[None]
     with jax.set_mesh(mesh):
-        weights = {kind or dtype.name: local_bytes(tree) for kind, tree in kept.items()}
-        one = {kind: cache_shapes(model, dtype, 2, PAGE, mesh, kind) for kind in kept}
-        position = {kind or dtype.name: 2 * local_bytes(x) // (2 * PAGE) for kind, x in one.items()}
-        sizes = {"write": (slots, 1), "read": (READERS, CHUNK)}
+        weights = {kind or dtype.name: local_bytes(params) for kind, params in kept.items()}
+        one = {kind: cache_shapes(model, dtype, 1, PAGE, mesh, kind) for kind in kept}
+        position = {kind or dtype.name: 2 * local_bytes(x) // PAGE for kind, x in one.items()}
         pages = 1 + slots * -(-longest // PAGE)
         cache = (cache_shapes(model, dtype, pages, PAGE, mesh, None),) * 2
-        limit, held = target.chip.memory_bytes, local_bytes((params, cache))
-        working, flops, refusal = 0, {}, None
-        if limit is not None and held > limit:
-            working, refusal = None, "weights and cache alone do not fit, so nothing was compiled"
         program = functools.partial(advance, [CausalDecoder(model)])
-        for name, (B, C) in sizes.items():
-            given = [params], [cache], _rows(model, B, C, longest)
-            with ahead_of_time(True):
-                flops[name] = count_jaxpr(jax.make_jaxpr(program)(*given)).total
-                if working is None:
-                    continue
-                lowered = jax.jit(program, donate_argnums=1).lower(*given)
-                options = GPU_MEMORY if target.chip.kind == "gpu" else None
-                try:
-                    compiled = lowered.compile(compiler_options=options)
-                except jax.errors.JaxRuntimeError as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    working, refusal = None, str(error).splitlines()[0].strip()
-                    continue
-            added = compiled.memory_analysis().generated_code_size_in_bytes
-            working = max(working, peak_bytes(compiled) - held + added)
-    chip, bandwidth = target.chip, target.chip.hbm_bytes_per_s
-    peak = chip.peak_flops(dtype)
+        given = [
+            ([kept[None]], [cache], _rows(model, B, C, longest))
+            for B, C in ((slots, 1), (READERS, CHUNK))
+        ]
+        with ahead_of_time(True):
+            flops = [count_jaxpr(jax.make_jaxpr(program)(*each)).total for each in given]
+            working, refusal = None, "weights and cache alone do not fit, so nothing was compiled"
+            if limit is None or local_bytes((kept[None], cache)) <= limit:
+                working, refusal = _added(program, given, target)
     # The embedding of a token is one row of its table.
-    read = weights[dtype.name]
-    if not model.tied:
-        read -= local_bytes(params["embed"])
-    head = position[dtype.name] / model.layers  # bytes of a key and its value in one layer
+    unread = 0 if model.tied else local_bytes(kept[None]["embed"])
+    seconds = _least(
+        model, target, dtype, (slots, longest), weights[dtype.name] - unread, position, flops
+    )
+    name = f"{experiment.name} of {human_count(decoder.parameter_count(model))}parameters"
+    sizes = slots, longest, dtype.name, weights, position, working, limit
+    return ServingPlan(name, str(target), *sizes, seconds, refusal)
+
+
+def _added(program: Any, given: Any, target: Target) -> tuple[int | None, str | None]:
+    """Compiles a program for each of some arguments, and returns the most bytes that one needs
+    beside its parameters and caches; or None, and what the compiler says."""
+    most, options = 0, GPU_MEMORY if target.chip.kind == "gpu" else None
+    for params, caches, rows in given:
+        lowered = jax.jit(program, donate_argnums=1).lower(params, caches, rows)
+        try:
+            compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return None, str(error).splitlines()[0].strip()
+        added = compiled.memory_analysis().generated_code_size_in_bytes + peak_bytes(compiled)
+        most = max(most, added - local_bytes((params, caches)))
+    return most, None
+
+
+def _least(
+    model: DecoderConfig,
+    target: Target,
+    dtype: Any,
+    sizes: tuple[int, int],
+    read: int,
+    position: Mapping[str, int],
+    flops: Sequence[float],
+) -> dict[str, tuple[float | None, float | None]]:
+    """The least seconds of what a server does, by ``read`` bytes of weights, bytes of a position
+    and ``flops`` of a step and of a chunk, which count the keys of one page."""
+    (slots, longest), (step, chunk) = sizes, flops
+    bandwidth, peak = target.chip.hbm_bytes_per_s, target.chip.peak_flops(dtype)
+    met = keys_seen(model, longest)  # in all layers, of a full row
+    keys = met * position[dtype.name] / model.layers  # bytes of them, and of their values
+    more = max(0, met - model.layers * PAGE)  # beyond the page that is counted
+    scores = 4 * model.heads * model.block.head_dim * more
+    calls = -(-longest // CHUNK)
 
     def least(bytes_read: float, count: float) -> tuple[float | None, float | None]:
         return (
@@ -195,37 +218,12 @@ def plan_serving(experiment: Experiment, target: Target, shape: str) -> ServingP
             None if peak is None else count / target.size / peak,
         )
 
-    def scores(queries: int, keys: int) -> float:
-        """FLOPs of so many queries that meet keys in all layers, beyond the page counted above."""
-        met = max(0, keys_seen(model, keys) - model.layers * PAGE)
-        return 4 * model.heads * model.block.head_dim * queries * met
-
-    calls = -(-longest // CHUNK)
-    half = keys_seen(model, longest) / 2 * head  # met on average
-    seconds = {
-        f"a step of {slots} slots at their first token": least(read, flops["write"]),
-        f"a step of {slots} full slots": least(
-            read + slots * keys_seen(model, longest) * head,
-            flops["write"] + scores(slots, longest),
-        ),
-        f"reading {longest:,} tokens, in {calls} chunks": least(
-            calls * (read + half),
-            calls * flops["read"] / READERS + scores(longest, longest) / 2,
-        ),
+    prompt = calls * chunk / READERS + longest * scores / 2  # half of all pairs are met
+    return {
+        f"a step of {slots} slots at their first token": least(read, step),
+        f"a step of {slots} full slots": least(read + slots * keys, step + slots * scores),
+        f"reading {longest:,} tokens, in {calls} chunks": least(calls * (read + keys / 2), prompt),
     }
-    return ServingPlan(
-        f"{experiment.name} of {human_count(decoder.parameter_count(model))}parameters",
-        str(target),
-        slots,
-        longest,
-        dtype.name,
-        weights,
-        position,
-        working,
-        limit,
-        seconds,
-        refusal,
-    )
 
 
 def _weights(model: DecoderConfig, mesh: Mesh, dtype: Any, kind: str | None) -> Any:
