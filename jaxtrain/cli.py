@@ -46,6 +46,7 @@ from jaxtrain.run.observe.report import live
 from jaxtrain.run.refusal import refuse_aliases, refusing
 from jaxtrain.serve import command as serve
 from jaxtrain.serve import generate_command as generate
+from jaxtrain.serve.planning import plan_serving
 from jaxtrain.study import command as study
 from jaxtrain.study import runs_command as runs
 
@@ -253,6 +254,9 @@ class PlanOptions:
     by_layer: bool = False
     """Also print which part of the model has which memory: parameters, optimizer state, gradients,
     and what its layers keep for the backward pass."""
+    serve: str | None = None
+    """Plan a server of the model instead, of SLOTSxLENGTH such as 16x8192: memory of weights and
+    cache, slots that fit, and the least time of a token and of a prompt."""
     search: bool = False
     """Rank meshes, microbatches and rematerialisation instead, and say why the others lost."""
     compile_best: int | None = None
@@ -275,6 +279,10 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
     target = parse_target(options.target, slices=options.slices, dcn_gbps=options.dcn_gbps)
     if options.search and options.save_hlo is not None:
         raise ValueError("--save-hlo saves one program and --search compiles several: give one")
+    for name in ("search", "by_layer", "save_hlo") if options.serve is not None else ():
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is of a train step and --serve of a server: give one")
     if options.search and options.by_layer:
         raise ValueError("--by-layer is of one layout and --search of several: give one")
     if options.save_hlo is not None:
@@ -293,6 +301,10 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
             f"experiment {experiment.name!r} is made for {devices} devices and its Config has no "
             f"layout to change that: give a target of {devices}, not {target}"
         )
+    if options.serve is not None:
+        served = plan_serving(experiment, target, options.serve)
+        print(json.dumps(served.to_json()) if options.json else served.report(), end="")
+        return 0 if served.fits else 1
     plan = plan_experiment(experiment, target)
     if options.save_hlo is not None and plan.hlo:
         options.save_hlo.write_text(plan.hlo)

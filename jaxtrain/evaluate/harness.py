@@ -74,7 +74,7 @@ def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine, ends: Se
 def written(
     tokenizer: Tokenizer, engine: Engine, asked: Sequence[tuple[str, dict]], ends: frozenset[int]
 ) -> list[str]:
-    """Returns what the model writes after each context, by the harness's options, up to one of
+    """Returns what the model writes after each context, by the harness's options, up to
     one of ``ends``.
 
     Raises:

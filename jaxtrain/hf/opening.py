@@ -53,10 +53,10 @@ class ModelOptions:
             )
         return make_mesh(**self.mesh.sizes)
 
-    def open(self, *forms: str, quantize: Kind | None = None) -> tuple["Opened", Mesh]:
-        """Returns the model, as :func:`open_model` does, and the mesh that it lies on."""
-        mesh, given = self.start(), {"step": self.step, "quantize": quantize}
-        return open_model(self.model, *forms, mesh=mesh, **given), mesh
+    def open(self, *forms: str) -> tuple["Opened", Mesh]:
+        """Returns the model, which must have one of some forms, and the mesh that it lies on."""
+        mesh = self.start()
+        return open_model(self.model, *forms, mesh=mesh, step=self.step), mesh
 
 
 class Opened(NamedTuple):

@@ -171,32 +171,32 @@ class Plan(Report):
         """Prints it."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()) or "1 device"
         hosts = f"{self.hosts} host{'s' if self.hosts > 1 else ''}"
-        _line(console, f"{self.name} on {self.target}", style="bold")
-        _line(console, f"{self.devices} x {self.device_kind}, {hosts}; mesh {mesh}", indent=2)
+        line(console, f"{self.name} on {self.target}", style="bold")
+        line(console, f"{self.devices} x {self.device_kind}, {hosts}; mesh {mesh}", indent=2)
         if self.layout:
-            _line(console, f"layout {self.layout}", indent=2)
+            line(console, f"layout {self.layout}", indent=2)
         if crossing := [row for row in self.traffic or () if row.crossing]:
-            _line(console, _across(crossing, self.device_kind), indent=2)
-        _line(console, "")
-        _line(console, verdict(self), style="bold green" if self.fits else "bold red")
+            line(console, _across(crossing, self.device_kind), indent=2)
+        line(console, "")
+        line(console, verdict(self), style="bold green" if self.fits else "bold red")
         if self.mend:
-            _line(console, f"nearest change that fits: {self.mend}", indent=2)
+            line(console, f"nearest change that fits: {self.mend}", indent=2)
         for warning in self.warnings:
-            _line(console, f"WARNING: {warning}", style="bold yellow")
+            line(console, f"WARNING: {warning}", style="bold yellow")
         if self.memory is not None:
-            _section(console, "memory per device", _memory(self))
+            section(console, "memory per device", _memory(self))
             traffic = Text(UNKNOWN) if self.traffic is None else _traffic(self.traffic)
-            _section(console, "communication per step, one device", traffic)
-        _section(console, "FLOPs per step, all devices", _flops(self))
+            section(console, "communication per step, one device", traffic)
+        section(console, "FLOPs per step, all devices", _flops(self))
         if self.roofline is not None:
-            _section(console, "predicted time per step", _roofline(self))
-            _line(console, _prediction(self), indent=2)
-            _line(console, f"at {self.assumed}", indent=2)
+            section(console, "predicted time per step", _roofline(self))
+            line(console, _prediction(self), indent=2)
+            line(console, f"at {self.assumed}", indent=2)
         if self.compile_seconds is not None:
-            _line(console, "")
-            _line(console, f"compiled in {self.compile_seconds:.1f} s")
+            line(console, "")
+            line(console, f"compiled in {self.compile_seconds:.1f} s")
         for note in self.notes:
-            _line(console, f"note: {note}", style="dim")
+            line(console, f"note: {note}", style="dim")
 
     def __repr__(self) -> str:
         needed = "" if self.memory is None else f", {human_bytes(self.memory.needed)} per device"
@@ -231,14 +231,14 @@ class Explanation(Report):
     def draw(self, console: Console) -> None:
         """Prints it."""
         for warning in self.warnings:
-            _line(console, f"WARNING: {warning}", style="bold yellow")
-        table = _table("", "bytes", "")
+            line(console, f"WARNING: {warning}", style="bold yellow")
+        table = new_table("", "bytes", "")
         for name, size in self.memory.items():
             table.add_row(name, f"{size:,}", human_bytes(size))
-        _section(console, "memory per device", table)
-        _section(console, "communication per call, one device", _traffic(self.traffic))
+        section(console, "memory per device", table)
+        section(console, "communication per call, one device", _traffic(self.traffic))
         if None in self.loops:
-            _line(console, "note: loops of unknown length are counted as one trip", style="dim")
+            line(console, "note: loops of unknown length are counted as one trip", style="dim")
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as data that ``json.dumps`` takes."""
@@ -270,7 +270,7 @@ def _memory(plan: Plan) -> Table:
         "activations kept for backward": memory.activations,
         "gradients and temporaries": memory.temporaries,
     }
-    table = _table("", "bytes", "")
+    table = new_table("", "bytes", "")
     for name, size in rows.items():
         table.add_row(name, f"{size:,}", human_bytes(size))
     table.add_row("peak", f"{memory.peak:,}", human_bytes(memory.peak), style="bold")
@@ -288,7 +288,7 @@ def _traffic(traffic: tuple[Traffic, ...]) -> Table | Text:
         return Text("none")
     known = any(row.seconds is not None for row in traffic)
     across = any(row.crossing for row in traffic)
-    table = _table(
+    table = new_table(
         *("collective", "axes", "times", "bytes each", "sent"),
         *(["crossing"] if across else []),
         *(["time"] if known else []),
@@ -306,7 +306,7 @@ def _traffic(traffic: tuple[Traffic, ...]) -> Table | Text:
             human_bytes(row.sent),
             *([human_bytes(row.crossing)] if across else []),
         ]
-        table.add_row(*cells, *([_seconds(row.seconds)] if known else []))
+        table.add_row(*cells, *([seconds_text(row.seconds)] if known else []))
     return table
 
 
@@ -318,7 +318,7 @@ def _across(rows: list[Traffic], device_kind: str) -> str:
 
 
 def _flops(plan: Plan) -> Table:
-    table = _table("", "FLOPs", "")
+    table = new_table("", "FLOPs", "")
     table.columns[2].justify = "left"
     if plan.flops_formula is not None:
         table.add_row("model", f"{human_count(plan.flops_formula[0])}", plan.flops_formula[1])
@@ -331,21 +331,21 @@ def _flops(plan: Plan) -> Table:
 
 def _roofline(plan: Plan) -> Table:
     roofline = plan.roofline
-    table = _table("", "time", "")
+    table = new_table("", "time", "")
     table.columns[2].justify = "left"
     peak = "" if plan.peak_flops is None else f"{human_count(plan.peak_flops)}FLOP/s per device"
-    table.add_row("compute", _seconds(roofline.compute), peak)
-    table.add_row("HBM", _seconds(roofline.hbm), f"{human_bytes(plan.hbm_bytes)}, an estimate")
+    table.add_row("compute", seconds_text(roofline.compute), peak)
+    table.add_row("HBM", seconds_text(roofline.hbm), f"{human_bytes(plan.hbm_bytes)}, an estimate")
     if roofline.host:
-        table.add_row("host", _seconds(roofline.host), "does not overlap")
+        table.add_row("host", seconds_text(roofline.host), "does not overlap")
     for link, traffic in (("interconnect", roofline.interconnect), ("network", roofline.network)):
         for axes, seconds in traffic.items():
             rule = "overlaps" if hides(axes) else "does not overlap"
             table.add_row(
-                f"{link} {axes}", _seconds(seconds), rule if roofline.waits is None else ""
+                f"{link} {axes}", seconds_text(seconds), rule if roofline.waits is None else ""
             )
     for axes, seconds in (roofline.waits or {}).items():
-        table.add_row(f"exposed {axes}", _seconds(seconds), "as the program is scheduled")
+        table.add_row(f"exposed {axes}", seconds_text(seconds), "as the program is scheduled")
     return table
 
 
@@ -353,33 +353,37 @@ def _prediction(plan: Plan) -> str:
     roofline, mfu, most = plan.roofline, plan.mfu, plan.mfu_ceiling
     how = "" if roofline.waits is None else " as it is scheduled"
     text = (
-        f"bound by {roofline.bound}; predicted step time{how} {_seconds(roofline.step_seconds)}"
+        f"bound by {roofline.bound}; predicted step time{how} {seconds_text(roofline.step_seconds)}"
         + ("" if mfu is None else f" (MFU {mfu:.1%})")
-        + f", {_seconds(roofline.step_seconds_apart)} if no communication overlaps; its products "
-        f"alone take at least {_seconds(roofline.least)}"
+        + f", {seconds_text(roofline.step_seconds_apart)} if no communication overlaps; its "
+        f"products alone take at least {seconds_text(roofline.least)}"
     )
     # A formula that counts masked scores too may exceed what is executed.
     return text if most is None or most >= 1 else f"{text}: MFU at most {most:.1%}"
 
 
-def _seconds(seconds: float | None) -> str:
+def seconds_text(seconds: float | None) -> str:
+    """A time in words."""
     return UNKNOWN if seconds is None else human_seconds(seconds)
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """A table with names of columns, of which the first is to the left."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(columns))
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     return table
 
 
-def _section(console: Console, title: str, body: Table | Text) -> None:
-    _line(console, "")
-    _line(console, title, style="bold")
+def section(console: Console, title: str, body: Table | Text) -> None:
+    """Prints a part of a report under a title."""
+    line(console, "")
+    line(console, title, style="bold")
     console.print(Padding(body, (0, 0, 0, 2), expand=False))
 
 
-def _line(console: Console, text: str, *, style: str = "", indent: int = 0) -> None:
+def line(console: Console, text: str, *, style: str = "", indent: int = 0) -> None:
+    """Prints a line of a report."""
     console.print(
         Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
         if indent

@@ -130,13 +130,15 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     name = options.name or os.path.basename(os.path.abspath(options.model))
     given = {"host": options.host, "port": options.port, "drain_seconds": options.drain_seconds}
     limits = Limits(requests=options.max_requests, seconds=options.max_seconds)
-    _check_form(options)
     _log_requests()
     if options.replicas > 1:
         return _serve_replicas(options, limits, name=name, **given)
     if REPLICA in os.environ:
         threading.Thread(target=_end_with_the_front, daemon=True).start()
-    opened, mesh = options.open("decoder", "encoder", quantize=options.quantize)
+    mesh = options.start()
+    _check_form(options)  # Reading what a run says of itself starts JAX.
+    told = {"mesh": mesh, "step": options.step, "quantize": options.quantize}
+    opened = open_model(options.model, "decoder", "encoder", **told)
     guard = {"limits": limits, "key": os.environ.get(KEY) or None}
     if isinstance(opened.model, EncoderConfig):
         classifier = Classifier(Model(opened, mesh, rows=options.slots))

@@ -168,21 +168,7 @@ class Engine:
         self.adapters = (None, *adapters)
         self._mesh = mesh
         self._table = np.zeros((slots, self.most), np.int32)
-        self._sampling = RowSampling(
-            np.zeros(slots, np.float32),
-            np.full(slots, model.vocab_size, np.int32),
-            np.ones(slots, np.float32),
-            np.zeros(slots, np.float32),
-            np.zeros(slots, np.uint32),
-            np.ones(slots, np.float32),
-            np.zeros(slots, np.float32),
-            np.zeros(slots, np.float32),
-            np.zeros(slots, np.int32),
-            np.full((slots, ENDS), -1, np.int32),
-            np.zeros(slots, np.int32),
-            np.full((slots, BIASES), model.vocab_size, np.int32),
-            np.zeros((slots, BIASES), np.float32),
-        )
+        self._sampling = unasked(model, slots)
         self._history = np.zeros((slots, longest), np.int32)
         self._last = np.zeros(slots, np.int32)
         self._adapter = np.zeros(slots, np.int32)
@@ -488,23 +474,48 @@ def _key_heads(model: DecoderConfig) -> int:
     return int(np.lcm(heads, parts)) if model.heads % parts == 0 else heads
 
 
+def unasked(model: DecoderConfig, rows: int) -> RowSampling:
+    """Returns how rows choose their tokens that ask for nothing: the most probable ones."""
+    zero, whole = np.zeros(rows, np.float32), np.zeros(rows, np.int32)
+    return RowSampling(
+        temperature=zero,
+        top_k=np.full(rows, model.vocab_size, np.int32),
+        top_p=np.ones(rows, np.float32),
+        min_p=zero.copy(),
+        seed=np.zeros(rows, np.uint32),
+        repetition=np.ones(rows, np.float32),
+        frequency=zero.copy(),
+        presence=zero.copy(),
+        least=whole,
+        ends=np.full((rows, ENDS), -1, np.int32),
+        begin=whole.copy(),
+        biased=np.full((rows, BIASES), model.vocab_size, np.int32),
+        bias=np.zeros((rows, BIASES), np.float32),
+    )
+
+
+def cache_shapes(
+    model: DecoderConfig, dtype: Any, pages: int, page: int, mesh: Mesh | None, kind: str | None
+) -> Any:
+    """Shapes of the keys, or of the values, of so many pages, and where they lie."""
+    shape, place = (model.layers, pages, _key_heads(model), page, model.block.head_dim), None
+    if mesh is not None:
+        parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
+        place = NamedSharding(mesh, parts)
+    if kind is None:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    codes = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=place)
+    scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=place)
+    return Rounded(codes, scale, jnp.dtype(dtype))
+
+
 def _empty(
     model: DecoderConfig, params: Any, pages: int, page: int, mesh: Mesh | None, kind: str | None
 ) -> tuple[Any, Any]:
     """Keys and values of pages that nothing has been read into."""
-    shape = (model.layers, pages, _key_heads(model), page, model.block.head_dim)
-    dtype, split = params["embed"]["tokens"].dtype, None
-    if mesh is not None:
-        parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
-        split = NamedSharding(mesh, parts)
-
-    def zeros() -> Any:
-        if kind is None:
-            return jnp.zeros(shape, dtype, device=split)
-        codes, scale = jnp.zeros(shape, jnp.int8, device=split), jnp.zeros(shape[:-1], device=split)
-        return Rounded(codes, scale, dtype)
-
-    return zeros(), zeros()
+    dtype = params["embed"]["tokens"].dtype
+    shapes = (cache_shapes(model, dtype, pages, page, mesh, kind),) * 2
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
 def _check_draft(draft: DecoderConfig, model: DecoderConfig, longest: int, drafts: int) -> None:

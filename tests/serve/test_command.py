@@ -116,7 +116,7 @@ def test_a_tokenizer_of_more_tokens_than_the_model_s_is_refused(tmp_path, monkey
                 opening.open_model(str(tmp_path), "decoder", mesh=mesh)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kernels_are_packed_as_they_are_read(run, tensor, tmp_path, monkeypatch):
     mesh = make_mesh(tensor=tensor, devices=jax.devices()[:tensor])
     config = decoder.DecoderConfig(vocab_size=270, seq_len=64, layers=2, width=16, heads=2)

@@ -117,6 +117,7 @@ def test_a_draft_changes_no_token_of_requests_with_penalties(plain):
     assert engine.programs == 2
 
 
+@pytest.mark.slow
 def test_a_mesh_writes_the_same_tokens_with_penalties(plain):
     config, params = model_of("llama")
     mesh = jt.make_mesh(tensor=4, devices=jax.devices()[:4])

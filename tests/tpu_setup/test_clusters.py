@@ -200,7 +200,7 @@ def test_the_serving_manifest_is_of_one_piece():
     assert f"kubectl port-forward service/{service['metadata']['name']} {options.port}" in text
     source = inspect.getsource(server)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert f'Route("{container[probe]["httpGet"]["path"]}"' in source
+        assert f'"{container[probe]["httpGet"]["path"]}"' in source
         assert container[probe]["httpGet"]["port"] == port["name"]
     (metric,) = scaler["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"].removeprefix("jaxtrain_")
