@@ -159,6 +159,7 @@ def _tasks() -> Iterator[Capability]:
     yield Capability("attention dropout", "task", flags=flags, called="attention.dropout")
     gpt = functools.partial(Capability, group="task", module="experiments.gpt")
     yield gpt("z-loss", flags=("--z-loss", "1e-3"))
+    yield gpt("muP", flags=("--parametrization", "mup"))
     yield gpt("packed documents", flags=("--packing", "fit"), called="packing")
     shares = "a=0.5:{0},b=0.5:{0}".format(os.path.relpath(TEXT))
     yield gpt("mixture, two held-out sets", flags=("--data", shares), called="data")

@@ -79,7 +79,8 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         raise ValueError(f"`repeats` is {options.repeats} and the space has a seed: give one")
     if options.sampler == "grid":
         spaces.grid(space)  # refuses what cannot be counted
-    check_devices(options.workers, os.environ)
+    environ = os.environ | ({"JAX_PLATFORMS": "cpu"} if config.simulate_devices else {})
+    check_devices(options.workers, environ)
     metadata = build_experiment(module, config, outline=True).metadata
     run = config.run
     metric, mode = (
@@ -137,7 +138,7 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
             trials,
             runs,
             workers=options.workers,
-            environ=os.environ,
+            environ=environ,
             stop=asked.is_set,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
