@@ -8,7 +8,6 @@ import secrets
 import shlex
 import sys
 import threading
-import urllib.parse
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from jaxtrain.study import report
 from jaxtrain.study import space as spaces
 from jaxtrain.study.lease import FileLock, Lease
 from jaxtrain.study.trials import LEASES, LOCK, PRUNERS, SAMPLERS, Trials
-from jaxtrain.study.workers import Runs, check_devices, python_command, work
+from jaxtrain.study.workers import Runs, check_devices, work
 
 STUDY = "study.json"
 
@@ -83,11 +82,8 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
     check_devices(options.workers, environ)
     metadata = build_experiment(module, config, outline=True).metadata
     run = config.run
-    metric, mode = (
-        (run.best_metric, run.best_mode)
-        if run.best_metric
-        else (metadata.best_metric, metadata.best_mode)
-    )
+    chosen = run if run.best_metric else metadata
+    metric, mode = chosen.best_metric, chosen.best_mode
     if options.pruner != "none" and not run.eval_every:
         raise ValueError(
             f"`pruner` is {options.pruner!r} and `eval_every` 0: give the steps between "
@@ -95,12 +91,12 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         )
     record = {
         "module": options.experiment,
-        "flags": rest,
+        "flags": shlex.join(rest),
         "space": [dataclasses.asdict(each) for each in space],
         "metric": f"eval/{metric}",
         "mode": mode,
         "seeds": [config.seed + i for i in range(options.repeats)],
-        "storage": _without_password(options.storage),
+        "has_storage": options.storage is not None,  # whose URL may hold a password
     }
     folder = pathlib.Path(options.study_dir)
     name = join(folder, json.loads(json.dumps(record)))
@@ -111,7 +107,7 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
 
     runs = Runs(
         folder=folder,
-        command=python_command(options.experiment, rest),
+        command=[sys.executable, "-m", options.experiment, *rest],
         words=words,
         metric=record["metric"],
         mode=mode,
@@ -173,22 +169,7 @@ def join(folder: pathlib.Path, record: Mapping[str, Any]) -> str:
     for key, now in record.items():
         if there.get(key) != now:
             raise ValueError(
-                f"the study in {folder} has {key} {_told(there.get(key))} and not {_told(now)}: "
-                "give the same, or another --study-dir"
+                f"the study in {folder} has {key} {there.get(key)!r} and not {now!r}: give the "
+                "same, or another --study-dir"
             )
     return there["name"]
-
-
-def _told(value: Any) -> str:
-    return shlex.join(value) if _are_words(value) else json.dumps(value)
-
-
-def _are_words(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _without_password(url: str | None) -> str | None:
-    if url is None:
-        return None
-    parts = urllib.parse.urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -46,7 +46,7 @@ def test_a_study_of_two_trials(tmp_path, capsys, monkeypatch):
     # There is nothing more to do, and another study has no place here.
     assert run(capsys, *given(tmp_path, "--trials", "2"))[0] == 0
     said = refused(capsys, *given(tmp_path, "--seed", "3"))
-    assert "has flags --steps 4" in said
+    assert "has flags '--steps 4" in said
 
 
 @pytest.mark.slow

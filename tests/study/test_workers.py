@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_and_a_refused_one_fails(study):
 
 
 def test_the_first_trials_that_all_fail_end_a_study(study):
-    with pytest.raises(ValueError, match=r"first 3 trials have failed.*nothing will do"):
+    with pytest.raises(ValueError, match=r"first 3 trials have all failed.*nothing will do"):
         study([0.1, 0.2, 0.3, 0.4], kinds=["refused"])
 
 
