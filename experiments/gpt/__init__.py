@@ -192,8 +192,8 @@ def of_width(config: Config, model: decoder.DecoderConfig) -> dict[str, Any]:
         return {}
     if config.init_from is not None:
         raise ValueError(
-            "--parametrization is mup and --init-from is given: muP says how weights are drawn, and "
-            "those are trained already; leave one of them out"
+            "--parametrization is mup and --init-from is given: muP says how weights are drawn, "
+            "and those are trained already; leave one of them out"
         )
     sizes = {"width": None, "heads": None, "layout": Layout()}
     base = model_config(dataclasses.replace(config, **sizes), model.vocab_size)
