@@ -23,7 +23,7 @@ from jaxtrain.run.provenance import OF_START
 from jaxtrain.study import report
 from jaxtrain.study import space as spaces
 from jaxtrain.study.lease import FileLock, Lease
-from jaxtrain.study.trials import LEASES, LOCK, PRUNERS, SAMPLERS, Trials
+from jaxtrain.study.trials import LEASES, LOCK, PRUNERS, SAMPLERS, Trials, check_installed
 from jaxtrain.study.workers import Runs, check_devices, work
 
 STUDY = "study.json"
@@ -98,6 +98,7 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         "seeds": [config.seed + i for i in range(options.repeats)],
         "has_storage": options.storage is not None,  # whose URL may hold a password
     }
+    check_installed(options.sampler)
     folder = pathlib.Path(options.study_dir)
     name = join(folder, json.loads(json.dumps(record)))
 
