@@ -8,11 +8,12 @@ import secrets
 import shlex
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import tyro
 
+from jaxtrain.experiment import Experiment
 from jaxtrain.host import exit_codes, output
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, check_on_disk, read_json, write_whole
@@ -70,9 +71,7 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
     check_on_disk(options.study_dir, "--study-dir")
     stay_on_cpu()
     module, config = load_config(options.experiment, rest, command="study", own=type(options))
-    if typed := [name for name in OF_START if getattr(config.run, name)]:
-        flag = f"--{typed[0].replace('_', '-')}"
-        raise ValueError(f"{flag} is of one run, and a study starts many in its --study-dir")
+    _check(options, config)
     space = spaces.read_space(options.space, options.experiment, config, rest)
     if options.repeats > 1 and "seed" in {each.flag for each in space}:
         raise ValueError(f"`repeats` is {options.repeats} and the space has a seed: give one")
@@ -80,41 +79,19 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         spaces.grid(space)  # refuses what cannot be counted
     environ = os.environ | ({"JAX_PLATFORMS": "cpu"} if config.simulate_devices else {})
     check_devices(options.workers, environ)
-    metadata = build_experiment(module, config, outline=True).metadata
-    run = config.run
-    chosen = run if run.best_metric else metadata
-    metric, mode = chosen.best_metric, chosen.best_mode
-    if options.pruner != "none" and not run.eval_every:
-        raise ValueError(
-            f"`pruner` is {options.pruner!r} and `eval_every` 0: give the steps between "
-            "evaluations, after which a trial may end"
-        )
+    experiment = build_experiment(module, config)
+    check_installed(options.sampler)
+    runs = _runs_of(options, rest, config, experiment)
     record = {
         "module": options.experiment,
         "flags": shlex.join(rest),
         "space": [dataclasses.asdict(each) for each in space],
-        "metric": f"eval/{metric}",
-        "mode": mode,
-        "seeds": [config.seed + i for i in range(options.repeats)],
+        "metric": runs.metric,
+        "mode": runs.mode,
+        "seeds": runs.seeds,
         "has_storage": options.storage is not None,  # whose URL may hold a password
     }
-    check_installed(options.sampler)
-    folder = pathlib.Path(options.study_dir)
-    name = join(folder, json.loads(json.dumps(record)))
-
-    def words(values: Mapping[str, Any]) -> list[str]:
-        given = values.items()
-        return [flag_word(options.experiment, config, n, spaces.text_of(v)) for n, v in given]
-
-    runs = Runs(
-        folder=folder,
-        command=[sys.executable, "-m", options.experiment, *rest],
-        words=words,
-        metric=record["metric"],
-        mode=mode,
-        takes_best=run.saves_best,
-        seeds=record["seeds"],
-    )
+    folder, name = runs.folder, join(runs.folder, json.loads(json.dumps(record)))
     asked = threading.Event()
     watch = SignalWatch(lambda number: asked.set())
     with output.lasting(), watch, Lease(folder / LEASES) as lease:
@@ -122,12 +99,12 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
             folder,
             space,
             name=name,
-            mode=mode,
+            mode=runs.mode,
             count=options.trials,
             token=lease.token,
             sampler=options.sampler,
             pruner=options.pruner,
-            resources=(run.eval_every, config.steps),
+            resources=(config.run.eval_every, experiment.steps),
             storage=options.storage,
             seed=config.seed,
         )
@@ -144,11 +121,42 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         return exit_codes.PREEMPTED
     with FileLock(folder / LOCK):
         page = report.write(folder, trials.all(), runs)
-    if (best := report.best_of(trials.all(), mode)) is not None:
+    if (best := report.best_of(trials.all(), runs.mode)) is not None:
         print(f"best         trial {best.number}, {runs.metric} {best.value:.5g}")
         print(f"command      {shlex.join(report.command_of(runs, best))}")
     print(f"report       {page}")
     return 0
+
+
+def _check(options: StudyOptions, config: Any) -> None:
+    """Refuses flags of the experiment that do not go with a study."""
+    if typed := [name for name in OF_START if getattr(config.run, name)]:
+        flag = f"--{typed[0].replace('_', '-')}"
+        raise ValueError(f"{flag} is of one run, and a study starts many in its --study-dir")
+    if options.pruner != "none" and not config.run.eval_every:
+        raise ValueError(
+            f"`pruner` is {options.pruner!r} and `eval_every` 0: give the steps between "
+            "evaluations, after which a trial may end"
+        )
+
+
+def _runs_of(
+    options: StudyOptions, rest: Sequence[str], config: Any, experiment: Experiment
+) -> Runs:
+    def words(values: Mapping[str, Any]) -> list[str]:
+        given = values.items()
+        return [flag_word(options.experiment, config, n, spaces.text_of(v)) for n, v in given]
+
+    chosen = config.run if config.run.best_metric else experiment.metadata
+    return Runs(
+        folder=pathlib.Path(options.study_dir),
+        command=[sys.executable, "-m", options.experiment, *rest],
+        words=words,
+        metric=f"eval/{chosen.best_metric}",
+        mode=chosen.best_mode,
+        takes_best=config.run.saves_best,
+        seeds=[config.seed + i for i in range(options.repeats)],
+    )
 
 
 def join(folder: pathlib.Path, record: Mapping[str, Any]) -> str:
