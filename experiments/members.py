@@ -1,4 +1,4 @@
-"""Flags of a population of adapters, as an experiment that trains all of its members at once."""
+"""Flags of a population, as an experiment that trains all of its members at once."""
 
 import dataclasses
 import functools
@@ -21,18 +21,13 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
     """Returns ``make(config)``, or what trains all members of ``config.population`` at once.
 
     Raises:
-      ValueError: flags are varied that members cannot have apart, or without low-rank additions.
+      ValueError: flags are varied that members cannot have apart.
     """
     population = config.population
     if config.hold_frozen_in == "compute":
         make = functools.partial(_held, make)
     if population == Population():
         return make(config)
-    if config.lora.rank is None and config.adapter is None:
-        raise ValueError(
-            "--population.size or --population.vary is given without additions, which members have "
-            "of their own: give --lora.rank"
-        )
     if config.optimizer.ema is not None:
         raise ValueError(
             f"--optimizer.ema is {config.optimizer.ema}: members of a population keep no averages; "
@@ -41,9 +36,12 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
     members = population.members(config.seed)
     for name in members[0]:
         known = name == "seed" or name in OF_LORA or name.removeprefix("optimizer.") in VARIED
-        if not known or (name in OF_LORA and config.adapter is not None):
+        without = config.adapter is not None or config.lora.rank is None
+        if not known or (name in OF_LORA and without):
             some = ", ".join(f"optimizer.{each}" for each in VARIED)
-            why = "--adapter says it" if known else "it is no number that members can have apart"
+            why = "it is no number that members can have apart"
+            if known:
+                why = "--adapter says it" if config.adapter else "--lora.rank is not given"
             raise ValueError(
                 f"--population.vary has {name}: {why}; vary {', '.join(OF_LORA)}, seed or {some}"
             )

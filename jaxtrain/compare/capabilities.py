@@ -162,6 +162,9 @@ def _tasks() -> Iterator[Capability]:
     yield Capability("attention dropout", "task", flags=flags, called="attention.dropout")
     gpt = functools.partial(Capability, group="task", module="experiments.gpt")
     yield gpt("z-loss", flags=("--z-loss", "1e-3"))
+    # The rate is the preset's, which at this width, 1/128 of Llama's, is so many times as large.
+    flags = ("--parametrization", "mup", "--optimizer.learning-rate", "1e-4")
+    yield gpt("muP", flags=flags)
     yield gpt("packed documents", flags=("--packing", "fit"), called="packing")
     shares = "a=0.5:{0},b=0.5:{0}".format(os.path.relpath(TEXT))
     yield gpt("mixture, two held-out sets", flags=("--data", shares), called="data")

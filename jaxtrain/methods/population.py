@@ -35,7 +35,7 @@ _numbers = contextvars.ContextVar("numbers", default=None)
 
 @dataclasses.dataclass(frozen=True)
 class Population:
-    """Several trainings in one program over one frozen model, each with additions of its own."""
+    """Several trainings in one program: of additions over one frozen model, or of whole models."""
 
     size: int | None = None
     """Number of members: a multiple of the combinations that vary gives, each of which then has so

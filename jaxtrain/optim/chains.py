@@ -278,7 +278,8 @@ def _trainable(freeze: Mask | None, params: Any) -> Any:
 def _groups(multipliers: Multipliers) -> tuple[tuple[str, Any], ...]:
     """The factors of patterns, by what is left of these in the name of a metric."""
     found: dict[str, Any] = {}
-    for pattern, factor in () if callable(multipliers) else multipliers:
+    pairs = multipliers.pairs if isinstance(multipliers, masks.Times) else multipliers
+    for pattern, factor in () if callable(pairs) else pairs:
         name = re.sub(r"[^\w/.-]", "", pattern).strip("/") or "all"
         name = name if name not in found else f"{name}_{len(found)}"
         with contextlib.suppress(jax.errors.TracerArrayConversionError):

@@ -16,7 +16,7 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,16 @@ from jaxtrain.tree import LayerRows, is_a, map_named, named_leaves, path_name
 
 Mask = Callable[[Any], Any] | Sequence[str]
 Stacked = Sequence[str] | Mapping[str, int | LayerRows]
-Multipliers = Callable[[str], Any] | Sequence[tuple[str, Any]]
+
+
+class Times(NamedTuple):
+    """Multipliers that are the product of pairs and of a function; see ``multipliers``."""
+
+    pairs: Sequence[tuple[str, Any]]
+    factor_of: Callable[[str], Any]
+
+
+Multipliers = Callable[[str], Any] | Sequence[tuple[str, Any]] | Times
 
 # Whole words of a path: `norm1`, `attn_norm`, `LayerNorm_0`, `ln_f`, but not `normal_proj`.
 _NORM_OR_BIAS = re.compile(
@@ -216,8 +225,9 @@ def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacke
     Args:
       option: what it is for, for messages.
       given: pairs of a path regex and a factor, of which the first that matches decides (1 where
-        none does), or a function from path to factor. A factor is a number of at least 0; that of a
-        stacked parameter may be an array with one number for each layer.
+        none does), or a function from path to factor, or the product of both (``Times``). A factor
+        is a number of at least 0; that of a stacked parameter may be an array with one number for
+        each layer.
       params, stacked: a tree of arrays, and which of their leading axes index layers.
 
     Raises:
@@ -230,6 +240,9 @@ def multipliers(option: str, given: Multipliers, params: Any, *, stacked: Stacke
     >>> multipliers("rate_multipliers", decay, params, stacked=("^blocks/",))["blocks"]["w"].shape
     (2, 1)
     """
+    if isinstance(given, Times):
+        both = (multipliers(option, each, params, stacked=stacked) for each in given)
+        return jax.tree.map(operator.mul, *both)
     factor_of = given
     if not callable(given):
         pairs = given if isinstance(given, Sequence) else [given]

@@ -115,12 +115,21 @@ class Config:
             object.__setattr__(self, "_optimizer_is_read", True)
         return object.__getattribute__(self, name)
 
-    def experiment(self, name: str, *, rates: Mapping[str, float] = {}, **given: Any) -> Experiment:
+    def experiment(
+        self,
+        name: str,
+        *,
+        rates: Mapping[str, float] = {},
+        multipliers: Mapping[str, Callable[[str], float]] = {},
+        **given: Any,
+    ) -> Experiment:
         """Makes an experiment of what these flags say, and of what is given.
 
         Args:
           name: names the run's folder.
           rates: peak learning rates by optimizer, where they are not the optimizers' own.
+          multipliers: ``rate_multipliers`` and ``decay_multipliers`` of the model, from path to
+            factor, which those of the flags multiply.
           **given: the other arguments of :meth:`jaxtrain.Experiment.of`: ``init_fn``, ``loss_fn``,
             ``batch`` and ``train_batches`` (with ``eval_batches``, of :meth:`batches_of`), and
             those that have a default. ``config`` and ``may_change`` are added to what these flags
@@ -150,6 +159,7 @@ class Config:
             def optimizer_of(stack: Stack, **numbers: Any) -> Any:
                 found = lambda params: stack.axes if sure or stack.fits(params) else ()  # noqa: E731
                 rows = {"global_batch": self.global_batch, "default_rates": rates}
+                rows["multipliers"] = multipliers
                 chosen = dataclasses.replace(self.optimizer, **numbers)
                 return options.make_optimizer(chosen, steps=self.steps, stacked=found, **rows)
 

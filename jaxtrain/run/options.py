@@ -11,6 +11,7 @@ from jaxtrain import optim
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.optim.accumulation import updates_in
+from jaxtrain.optim.masks import Times
 from jaxtrain.optim.numerics import check_integer, check_number
 from jaxtrain.optim.options import keywords
 from jaxtrain.run.observe import alert_rules, trackers
@@ -262,13 +263,15 @@ def make_optimizer(
     steps: int,
     global_batch: int | None = None,
     default_rates: Mapping[str, float] = {},
+    multipliers: Mapping[str, Callable[[str], float]] = {},
     **more,
 ):
     """Makes the optax chain that the flags describe, for so many calls of the train step.
 
     ``global_batch`` is the rows of a step, where the rate is to follow them; ``default_rates`` are
-    peak learning rates by optimizer name that are not the rule's own. The rest is passed on to
-    :func:`jaxtrain.make_optimizer`.
+    peak learning rates by optimizer name that are not the rule's own. ``multipliers`` are factors
+    by path that a model brings itself, and those of the flags multiply, for ``rate_multipliers``
+    and ``decay_multipliers``. The rest is passed on to :func:`jaxtrain.make_optimizer`.
     """
     for name, value in (("steps", steps), ("optimizer.accumulate", options.accumulate)):
         if not 1 <= value < 2**31:
@@ -307,7 +310,8 @@ def make_optimizer(
     )
     for name in ("rate_multipliers", "decay_multipliers"):
         texts = passed_on[name]
-        passed_on[name] = [_pair(name, text, "=", _factor, "^head/=0.1") for text in texts]
+        pairs = [_pair(name, text, "=", _factor, "^head/=0.1") for text in texts]
+        passed_on[name] = Times(pairs, multipliers[name]) if name in multipliers else pairs
     freeze = (*passed_on.pop("freeze"), *more.pop("freeze", ()))
     passed_on |= {"accumulate_ramp": ramp, "freeze": freeze or None}
     return optim.make_optimizer(options.name, rate, **passed_on, **more)

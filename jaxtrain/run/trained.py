@@ -25,7 +25,7 @@ from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.state import shapes_on
-from jaxtrain.tree import combine, is_a, map_kind, map_named, named_leaves, partition, path_name
+from jaxtrain.tree import combine, is_a, map_kind, map_named, partition, path_name
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
@@ -64,7 +64,7 @@ def load(
             places = param_shardings(plain, mesh, rules)
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
-        params = _read(checkpoints, shapes, step, member, change)
+        params = _read(checkpoints, shapes, step, member)
     if stored.keys() & {"low_rank", "quantized", "constrained"}:
         params = jax.jit(merge, out_shardings=places)(params)
     if module is vit:
@@ -81,8 +81,8 @@ def unmerged(run: str, step: int | None = None, *, member: int | None = None) ->
     with open_checkpoints(run) as checkpoints:
         step = checkpoints.best_step() if step is None else step
         stored, member = _member(checkpoints, step, member)
-        model, _, change, shapes = _shapes_of(checkpoints, stored)
-        return model, _read(checkpoints, shapes, step, member, change)
+        model, _, _, shapes = _shapes_of(checkpoints, stored)
+        return model, _read(checkpoints, shapes, step, member)
 
 
 def additions(
@@ -101,7 +101,7 @@ def additions(
         found = map_kind(LowRank, lambda x: dataclasses.replace(x, base=None), shapes)
         found = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_kernel)
         kernels = {path_name(path): x for path, x in found if is_kernel(x)}
-        return model, _read(checkpoints, kernels, step, member, change)
+        return model, _read(checkpoints, kernels, step, member)
 
 
 def _member(
@@ -125,24 +125,21 @@ def _member(
     if not 0 <= member < len(members):
         raise ValueError(f"`member` is {member}: give one from 0 to {len(members) - 1}")
     own = {n: members[member][f"lora.{n}"] for n in ("rank", "alpha") if f"lora.{n}" in members[0]}
-    return stored | {"low_rank": stored["low_rank"] | own}, member
+    return stored | ({"low_rank": stored["low_rank"] | own} if "low_rank" in stored else {}), member
 
 
-def _read(
-    checkpoints: Checkpointer, shapes: Any, step: int, member: int | None, change: LoRA
-) -> Any:
+def _read(checkpoints: Checkpointer, shapes: Any, step: int, member: int | None) -> Any:
     """Reads parameters of a checkpoint: of a member, its own from those of all."""
     if member is None:
         return checkpoints.restore_params(shapes, step)
-    still = named_leaves(change.freeze(shapes))
-    own, rest = partition(lambda name, _: not still[name], shapes)
     wide, at = checkpoints.shapes(step), "method/members/params"
+    own, rest = partition(lambda name, _: f"{at}/{name}" in wide, shapes)
     abstract = map_named(lambda n, x: jax.ShapeDtypeStruct(wide[f"{at}/{n}"], x.dtype), own)
     found = checkpoints.restore_part({"method": {"members": {"params": abstract}}}, step)
     found = found["method"]["members"]["params"]
     mine = jax.tree.map(lambda x, of: x[member][tuple(map(slice, of.shape))], found, own)
     mine = jax.tree.map(lambda x, of: jax.device_put(x, getattr(of, "sharding", None)), mine, own)
-    return combine(mine, checkpoints.restore_params(rest, step))
+    return combine(mine, checkpoints.restore_params(rest, step)) if rest else mine
 
 
 def _shapes_of(

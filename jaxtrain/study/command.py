@@ -8,12 +8,12 @@ import secrets
 import shlex
 import sys
 import threading
-import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import tyro
 
+from jaxtrain.experiment import Experiment
 from jaxtrain.host import exit_codes, output
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, check_on_disk, read_json, write_whole
@@ -24,8 +24,8 @@ from jaxtrain.run.provenance import OF_START
 from jaxtrain.study import report
 from jaxtrain.study import space as spaces
 from jaxtrain.study.lease import FileLock, Lease
-from jaxtrain.study.trials import LEASES, LOCK, PRUNERS, SAMPLERS, Trials
-from jaxtrain.study.workers import Runs, check_devices, python_command, work
+from jaxtrain.study.trials import LEASES, LOCK, PRUNERS, SAMPLERS, Trials, check_installed
+from jaxtrain.study.workers import Runs, check_devices, work
 
 STUDY = "study.json"
 
@@ -71,52 +71,27 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
     check_on_disk(options.study_dir, "--study-dir")
     stay_on_cpu()
     module, config = load_config(options.experiment, rest, command="study", own=type(options))
-    if typed := [name for name in OF_START if getattr(config.run, name)]:
-        flag = f"--{typed[0].replace('_', '-')}"
-        raise ValueError(f"{flag} is of one run, and a study starts many in its --study-dir")
+    _check(options, config)
     space = spaces.read_space(options.space, options.experiment, config, rest)
     if options.repeats > 1 and "seed" in {each.flag for each in space}:
         raise ValueError(f"`repeats` is {options.repeats} and the space has a seed: give one")
     if options.sampler == "grid":
         spaces.grid(space)  # refuses what cannot be counted
-    check_devices(options.workers, os.environ)
-    metadata = build_experiment(module, config, outline=True).metadata
-    run = config.run
-    metric, mode = (
-        (run.best_metric, run.best_mode)
-        if run.best_metric
-        else (metadata.best_metric, metadata.best_mode)
-    )
-    if options.pruner != "none" and not run.eval_every:
-        raise ValueError(
-            f"`pruner` is {options.pruner!r} and `eval_every` 0: give the steps between "
-            "evaluations, after which a trial may end"
-        )
+    environ = os.environ | ({"JAX_PLATFORMS": "cpu"} if config.simulate_devices else {})
+    check_devices(options.workers, environ)
+    experiment = build_experiment(module, config)
+    check_installed(options.sampler)
+    runs = _runs_of(options, rest, config, experiment)
     record = {
         "module": options.experiment,
-        "flags": rest,
+        "flags": shlex.join(rest),
         "space": [dataclasses.asdict(each) for each in space],
-        "metric": f"eval/{metric}",
-        "mode": mode,
-        "seeds": [config.seed + i for i in range(options.repeats)],
-        "storage": _without_password(options.storage),
+        "metric": runs.metric,
+        "mode": runs.mode,
+        "seeds": runs.seeds,
+        "has_storage": options.storage is not None,  # whose URL may hold a password
     }
-    folder = pathlib.Path(options.study_dir)
-    name = join(folder, json.loads(json.dumps(record)))
-
-    def words(values: Mapping[str, Any]) -> list[str]:
-        given = values.items()
-        return [flag_word(options.experiment, config, n, spaces.text_of(v)) for n, v in given]
-
-    runs = Runs(
-        folder=folder,
-        command=python_command(options.experiment, rest),
-        words=words,
-        metric=record["metric"],
-        mode=mode,
-        takes_best=run.saves_best,
-        seeds=record["seeds"],
-    )
+    folder, name = runs.folder, join(runs.folder, json.loads(json.dumps(record)))
     asked = threading.Event()
     watch = SignalWatch(lambda number: asked.set())
     with output.lasting(), watch, Lease(folder / LEASES) as lease:
@@ -124,12 +99,12 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
             folder,
             space,
             name=name,
-            mode=mode,
+            mode=runs.mode,
             count=options.trials,
             token=lease.token,
             sampler=options.sampler,
             pruner=options.pruner,
-            resources=(run.eval_every, config.steps),
+            resources=(config.run.eval_every, experiment.steps),
             storage=options.storage,
             seed=config.seed,
         )
@@ -137,7 +112,7 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
             trials,
             runs,
             workers=options.workers,
-            environ=os.environ,
+            environ=environ,
             stop=asked.is_set,
             say=lambda text: print(text, file=sys.stderr, flush=True),
         )
@@ -146,11 +121,42 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         return exit_codes.PREEMPTED
     with FileLock(folder / LOCK):
         page = report.write(folder, trials.all(), runs)
-    if (best := report.best_of(trials.all(), mode)) is not None:
+    if (best := report.best_of(trials.all(), runs.mode)) is not None:
         print(f"best         trial {best.number}, {runs.metric} {best.value:.5g}")
         print(f"command      {shlex.join(report.command_of(runs, best))}")
     print(f"report       {page}")
     return 0
+
+
+def _check(options: StudyOptions, config: Any) -> None:
+    """Refuses flags of the experiment that do not go with a study."""
+    if typed := [name for name in OF_START if getattr(config.run, name)]:
+        flag = f"--{typed[0].replace('_', '-')}"
+        raise ValueError(f"{flag} is of one run, and a study starts many in its --study-dir")
+    if options.pruner != "none" and not config.run.eval_every:
+        raise ValueError(
+            f"`pruner` is {options.pruner!r} and `eval_every` 0: give the steps between "
+            "evaluations, after which a trial may end"
+        )
+
+
+def _runs_of(
+    options: StudyOptions, rest: Sequence[str], config: Any, experiment: Experiment
+) -> Runs:
+    def words(values: Mapping[str, Any]) -> list[str]:
+        given = values.items()
+        return [flag_word(options.experiment, config, n, spaces.text_of(v)) for n, v in given]
+
+    chosen = config.run if config.run.best_metric else experiment.metadata
+    return Runs(
+        folder=pathlib.Path(options.study_dir),
+        command=[sys.executable, "-m", options.experiment, *rest],
+        words=words,
+        metric=f"eval/{chosen.best_metric}",
+        mode=chosen.best_mode,
+        takes_best=config.run.saves_best,
+        seeds=[config.seed + i for i in range(options.repeats)],
+    )
 
 
 def join(folder: pathlib.Path, record: Mapping[str, Any]) -> str:
@@ -172,22 +178,7 @@ def join(folder: pathlib.Path, record: Mapping[str, Any]) -> str:
     for key, now in record.items():
         if there.get(key) != now:
             raise ValueError(
-                f"the study in {folder} has {key} {_told(there.get(key))} and not {_told(now)}: "
-                "give the same, or another --study-dir"
+                f"the study in {folder} has {key} {there.get(key)!r} and not {now!r}: give the "
+                "same, or another --study-dir"
             )
     return there["name"]
-
-
-def _told(value: Any) -> str:
-    return shlex.join(value) if _are_words(value) else json.dumps(value)
-
-
-def _are_words(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _without_password(url: str | None) -> str | None:
-    if url is None:
-        return None
-    parts = urllib.parse.urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()

@@ -22,6 +22,8 @@ PAGE = "study.html"
 WIDE, NARROW, HEIGHT, EDGE = 1160, 540, 260, (46, 12, 14, 30)
 # Curves are drawn of so many trials, the best ones, by so many points each.
 CURVES, POINTS = 40, 200
+# Nothing is said of the importance of flags by fewer trials.
+FEWEST = 8
 # What is worse than so many of the trials lies at the edge of a picture.
 SHOWN = 0.9
 
@@ -104,8 +106,12 @@ def importance(trials: Sequence[Any], mode: str) -> dict[str, float]:
     al. 2023, https://arxiv.org/abs/2304.10255); empty where there are too few trials."""
     import optuna
 
+    done = [trial for trial in trials if _is_done(trial)]
+    if len(done) < FEWEST:
+        return {}
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(direction={"min": "minimize", "max": "maximize"}[mode])
-    study.add_trials([trial for trial in trials if _is_done(trial) and trial.params])
+    study.add_trials(done)
     evaluator = optuna.importance.PedAnovaImportanceEvaluator
     try:
         with warnings.catch_warnings():

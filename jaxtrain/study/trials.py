@@ -176,6 +176,11 @@ def open_storage(folder: pathlib.Path, url: str | None) -> Any:
     return optuna.storages.JournalStorage(backend)
 
 
+def check_installed(sampler: str) -> None:
+    """Raises ImportError where a package is missing that a study with this sampler needs."""
+    _sampler(sampler, seed=0)
+
+
 def _optuna() -> Any:
     optuna = extras.load("a study needs Optuna", "study", "optuna", "optuna.storages.journal")
     optuna.logging.set_verbosity(logging.ERROR)

@@ -218,5 +218,23 @@ def test_a_run_resumes_says_which_is_best_and_exports_each(tmp_path, capsys):
     ):
         with pytest.raises(ValueError, match=message):
             gpt.outline(parse(gpt.Config, [*flags, "--population.vary", *given]))
-    with pytest.raises(ValueError, match=r"is given without additions, .* give --lora.rank"):
-        gpt.outline(parse(gpt.Config, ["--population.size", "2"]))
+
+
+@pytest.mark.slow
+def test_whole_models_are_their_runs_alone(tmp_path, capsys):
+    flags = ["--data", "jaxtrain/compare", "--held-out-bytes", "2000", "--global-batch", "8"]
+    flags += ["--layers", "1", "--width", "16", "--heads", "2", "--seq-len", "16", "--steps", "4"]
+    flags += ["--optimizer.name", "adamw", "--optimizer.warmup-steps", "1", "--sample-tokens", "0"]
+    flags += ["--optimizer.freeze", "^embed/"]
+    run, alone = str(tmp_path / "run"), str(tmp_path / "alone")
+    vary = ["--population.vary", "optimizer.learning_rate=1e-2,1e-3"]
+    main(gpt.Config, gpt.build, [*flags, *vary, "--run-dir", run])
+    assert "the best is member 0" in capsys.readouterr().out
+    own = ["--optimizer.learning-rate", "0.001"]
+    main(gpt.Config, gpt.build, [*flags, *own, "--run-dir", alone])
+    (_, ours, _), (_, theirs, _) = trained.load(run, member=1), trained.load(alone)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), ours, theirs)
+    best, other = trained.load(run)[1], trained.load(run, member=0)[1]
+    jax.tree.map(np.testing.assert_array_equal, best, other)
+    with pytest.raises(ValueError, match=r"has lora\.rank: --lora\.rank is not given"):
+        gpt.outline(parse(gpt.Config, ["--population.vary", "lora.rank=2,4"]))
