@@ -122,7 +122,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 61088
+CEILING = 61201
 
 
 def test_the_house_does_not_grow_unseen():
