@@ -10,11 +10,13 @@ Shapes: B batch, T positions, D width, E experts, J experts of a token.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtrain.ops.linear import through
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.placement import constrain
 
@@ -54,7 +56,7 @@ class Routes:
 
 def route(
     x_BTD: jax.Array,
-    kernel_DE: jax.Array,
+    kernel_DE: Any,
     *,
     per_token: int,
     routing: str = "softmax_normalised",
@@ -66,7 +68,7 @@ def route(
 
     Args:
       x_BTD: tokens.
-      kernel_DE: of the router.
+      kernel_DE: of the router, an array or a :class:`jaxtrain.ops.linear.Kernel`.
       per_token: J.
       routing: one of :data:`ROUTINGS`.
       bias_E: added to the scores by which experts are chosen.
@@ -80,15 +82,14 @@ def route(
     >>> routes.experts_BTJ[0].tolist(), routes.load_BE.tolist()
     ([[0, 2], [0, 1], [1, 2]], [[2.0, 2.0, 2.0]])
     """
-    (B, T, _), E = x_BTD.shape, kernel_DE.shape[1]
+    B, T, _ = x_BTD.shape
     live_BT = jnp.ones((B, T), bool) if live_BT is None else live_BT
     live_BT1 = live_BT[..., None]
     # A padding token may be anything, and 0 x NaN is NaN: its gradient is cut here too.
     x_BTD = jnp.where(live_BT1, x_BTD, 0)
     dtype = wide(x_BTD.dtype)
-    highest = jax.lax.Precision.HIGHEST
-    logits_BTE = jnp.matmul(x_BTD.astype(dtype), kernel_DE.astype(dtype), precision=highest)
-    logits_BTE = constrain(logits_BTE, "batch", "sequence", None)
+    logits_BTE = through(_exact, x_BTD.astype(dtype), kernel_DE)
+    logits_BTE, E = constrain(logits_BTE, "batch", "sequence", None), logits_BTE.shape[-1]
     if routing == "sigmoid":
         by_BTE = scores_BTE = jax.nn.sigmoid(logits_BTE)
         probs_BTE = scores_BTE / scores_BTE.sum(-1, keepdims=True)
@@ -112,6 +113,10 @@ def route(
     balancing_B = None if bias_E is None else balancing_loss(load_BE, bias_E)
     of_rows = balance_B, z_BT.sum(1) / tokens_B, load_BE, balancing_B
     return Routes(chosen_BTJ, weights_BTJ, *of_rows)
+
+
+def _exact(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.matmul(x, kernel.astype(x.dtype), precision=jax.lax.Precision.HIGHEST)
 
 
 def balancing_loss(load_BE: jax.Array, bias_E: jax.Array) -> jax.Array:
