@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-REDUCED = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+REDUCED = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
 
 
 def float32_products(function: Callable[..., Any], *args: Any) -> list[str]:
@@ -30,12 +30,16 @@ def products_in(jaxpr: Any, *, outside: str | None = None) -> tuple[int, list[st
 
     Returns:
       How many there are, those with a float32 operand as :func:`float32_products` lists them, and
-      whether the program computes anything in bfloat16 or float16 at all.
+      whether the program computes anything in bfloat16 or float16 at all: what it rounds to them,
+      or multiplies in them. A leaf of the batch may have such a dtype, and is only read.
     """
     count, lines, reduced = 0, [], False
     for eqn in equations(jaxpr, outside=outside):
-        reduced |= any(getattr(v.aval, "dtype", None) in REDUCED for v in eqn.outvars)
-        if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+        is_product = eqn.primitive.name in ("dot_general", "conv_general_dilated")
+        sides = eqn.invars, eqn.outvars
+        came, left = ({getattr(v.aval, "dtype", None) for v in side} for side in sides)
+        reduced |= bool(left & REDUCED) and (is_product or not came & REDUCED)
+        if not is_product:
             continue
         count += 1
         operands = [v.aval for v in eqn.invars[:2]]

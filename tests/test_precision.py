@@ -113,6 +113,9 @@ def test_a_bf16_step_of_float32_products_warns_names_them_and_is_not_ok():
     assert "test_precision.py" in report
     state, step = make("f32")
     assert "in float32" not in jt.compile_step(step, state, problems.make_batch()).report()
+    read = problems.make_batch() | {"y": problems.make_batch()["y"].astype(jnp.float16)}
+    state, step = make("f32", accumulate=2)
+    assert "in float32" not in jt.compile_step(step, state, read).report()  # it computes in none
 
 
 def test_the_flag_casts_the_inputs_of_a_run_and_of_both_sides_of_a_comparison():

@@ -21,6 +21,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import cli
+from jaxtrain.run.main import parse
 from tests.test_readme import MODULE
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -51,7 +52,7 @@ TEXTS = "--data my_texts/"
 SIZES = "--layers 4 --width 64 --seq-len 32"  # which groups of 64 weights divide
 SMALLER = {
     r"--simulate-devices": "--simulate-devices 0",  # eight are here
-    r"-m experiments\.\w+ (?!--resume)": "--steps 2",
+    r"-m experiments\.(?!teach)\w+ (?!--resume)": "--steps 2",
     r"-m experiments\.(gpt|bert|t5) (?!--resume)": "--global-batch 16",
     r"-m experiments\.(gpt|t5) (?!--resume)": "--held-out-bytes 500",
     r"-m experiments\.gpt (?!--resume)": "--sample-tokens 4",
@@ -117,6 +118,8 @@ def run(words):
         module = importlib.import_module(words[2])
         if words[2] == "experiments.finetune":
             return module.main(words[3:])
+        if words[2] == "experiments.teach":
+            return module.main(parse(module.Config, words[3:]))
         jt.main(module.Config, module.build, words[3:])
 
 
@@ -228,7 +231,12 @@ MADE = {
         f"{TOKENIZE} pairs.jsonl --tokenizer MODEL/tokenizer.json --chat-template chatml "
         "--out PAIRS",
     ],
-    r"runs/gpt-1|watch|gpt --resume": [f"{GPT_RUN} runs/gpt-1"],
+    r"teach |distill.stored": [f"{GPT_RUN} runs/gpt-1".replace("texts/", "STORE")],
+    r"distill.stored": [
+        "python -m experiments.teach --distill.teacher runs/gpt-1 --distill.temperature 1 "
+        "--data STORE --seq-len 32 --top 16 --out answers/"
+    ],
+    r"runs/gpt-1(?! --distill)|watch|gpt --resume": [f"{GPT_RUN} runs/gpt-1"],
     r"runs/gpt-2": [f"{GPT_RUN} runs/gpt-2"],
     r"teacher runs/teacher": [f"{GPT_RUN} runs/teacher"],
     r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],
