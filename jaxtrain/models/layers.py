@@ -155,7 +155,7 @@ def stages(config: Any, *, embed: Callable, head_loss: Callable, **parts: Any) -
 def block(
     config: BlockConfig,
     params: Mapping[str, Any],
-    x: Any,
+    x_BTD: Any,
     *,
     segments_BT: jax.Array | None = None,
     positions_BT: jax.Array | None = None,
@@ -168,7 +168,7 @@ def block(
     Args:
       config: the layer.
       params: its parameters, as :func:`pure` makes them for :class:`Block`.
-      x: the residual stream, as :func:`opened` returns it.
+      x_BTD: the residual stream, as :func:`opened` returns it.
       segments_BT: int32 document numbers, as for :func:`jaxtrain.ops.attention.attention`: without
         causality too, they keep padding, number 0, out of what is seen. No expert sees padding.
       positions_BT: int32, of rotary positions; None means 0 .. T - 1.
@@ -182,7 +182,7 @@ def block(
         how = {"segments_BT": segments_BT, "rng": fold(rng, 2)}
         return row_attention(config, index, q_BTHK, k_BTGK, v_BTGK, **how), None
 
-    x_BTD = hidden_states(x)
+    x, x_BTD = x_BTD, hidden_states(x_BTD)
     check_length(x_BTD.shape[1])
     angles = row_angles(config, index, positions_BT, x_BTD.shape[1])
     choose = functools.partial(
