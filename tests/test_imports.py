@@ -122,7 +122,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 60574
+CEILING = 60575
 
 
 def test_the_house_does_not_grow_unseen():
