@@ -561,7 +561,8 @@ def write(
         sampling["prompt_lengths"] = lengths and [lengths[index] for index in part]
         tokens = [rows[index] for index in part]
         batches.append(prompts(model, tokens, max_new_tokens=max_new_tokens, **sampling))
-    if mesh.shape["pipe"] > 1:  # All layers come together, as one token goes through one at a time.
+    # One token goes through one layer at a time, and has no positions to split.
+    if mesh.shape["pipe"] > 1 or mesh.shape["context"] > 1:
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         write = jax.jit(step, out_shardings=whole)
     else:

@@ -13,7 +13,7 @@ from jaxtrain.planning.targets import Target, grown, parse_target
 from jaxtrain.state import local_bytes
 
 # Compilations, each as long as the plan's own.
-TRIES = 6
+TRIES = 7
 
 
 def nearest_fit(experiment: Experiment, target: Target) -> tuple[str, Plan] | None:

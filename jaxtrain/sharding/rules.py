@@ -217,9 +217,12 @@ def batch_shardings(
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
         shape = tuple(leaf.shape)
-        if (spec := ruled(name, shape)) is not None or not shape:
+        # Tables for several models have the rows in front; another's may have none.
+        uneven = shape and shape[0] % parts
+        has_rows = uneven and isinstance(rules.batch, OptionalRules)
+        if not has_rows and ((spec := ruled(name, shape)) is not None or not shape):
             return NamedSharding(mesh, spec or P())
-        if shape[0] % parts:
+        if uneven:
             raise ValueError(
                 f"batch leaf {name!r} has shape {shape}: its leading axis ({shape[0]}) is not "
                 f"divisible by mesh axes {' x '.join(axes)} of size {parts}; use a global batch "
@@ -341,6 +344,8 @@ def _named_spec(
         for axis in carried:
             if size % math.prod(mesh.shape[a] for a in carried):
                 mend = f"use a divisor of {size} or map {logical!r} to None"
+                if logical == "sequence":
+                    mend = f"use rows of a multiple of {mesh.shape[axis]}"
                 if axis == "pipe":  # which has nothing to do where layers are not split
                     mend = f"use {_nearest_divisors(size, mesh.shape[axis])}"
                 raise ValueError(

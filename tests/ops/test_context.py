@@ -123,7 +123,9 @@ def test_rows_of_padding_and_what_stands_in_it_change_nothing(sizes, heads, bloc
 
 def test_what_cannot_be_split_is_refused_before_it_is_compiled():
     mesh = jt.make_mesh(data=2, context=4)
-    with pytest.raises(ValueError, match=r"'(tokens|mask)'.* \(30\) .* 'context' of size 4"):
+    with pytest.raises(
+        ValueError, match=r"'(tokens|mask)'.* \(30\) .* 'context' of size 4; use rows of a mul"
+    ):
         compiled(mesh, length=30)
     with (
         jax.set_mesh(mesh),

@@ -62,7 +62,7 @@ def load_small(flags) -> Experiment:
 
 def test_changes_go_from_the_nearest_to_the_farthest():
     changes = nearest_fit._changes(small(remat="none"), parse_target("v5e:2x4"))
-    found = [(change, target.name) for change, target in itertools.islice(changes, 8)]
+    found = [(change, target.name) for change, target in itertools.islice(changes, 9)]
     here, wide = "v5e:2x4", {"mesh.fsdp": 8, "mesh.data": 1}
     assert found == [
         ({"accumulate": 2}, here),
@@ -71,6 +71,8 @@ def test_changes_go_from_the_nearest_to_the_farthest():
         ({"remat": "full"}, here),
         (wide, here),
         (wide | {"remat": "full", "accumulate": 8}, here),
+        # Rows are split, and a device has twice as many, half as long.
+        (wide | {"mesh.context": 2, "mesh.fsdp": 4, "remat": "full", "accumulate": 16}, here),
         (wide | {"mesh.fsdp": 16}, "v5e:4x4"),
         (wide | {"mesh.fsdp": 16, "remat": "full"}, "v5e:4x4"),
     ]
