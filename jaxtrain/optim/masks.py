@@ -50,6 +50,7 @@ _NORM_OR_BIAS = re.compile(
 # Tables: `embed`, `tok_embedding`, `wte`; and output layers: `lm_head`, `logits`; not `multi_head`.
 _TABLE = re.compile(r"(^|/)(\w*embed\w*|wte|wpe)(/|$)", re.IGNORECASE)
 _HEAD = re.compile(r"(^|/)((\w*_)?head(_?\d+)?|(\w*_)?logits|classifier)(/|$)", re.IGNORECASE)
+_EXPERTS = re.compile(r"(^|/)experts/")
 _MULTI_HEAD = re.compile(r"(^|/)multi_?head(_?\d+)?(/|$)", re.IGNORECASE)
 
 
@@ -143,6 +144,22 @@ def stacked_axes(params: Any, stacked: Stacked) -> Any:
         return axes
 
     return map_named(count, params)
+
+
+def per_matrix(params: Any, stacked: Stacked) -> dict[str, int]:
+    """Returns ``stacked`` for rules of matrices: kernels of experts, [..., E, D, F] below a part
+    ``experts`` of their path, have one more leading axis.
+
+    >>> params = {"blocks": {"experts": {"up": jnp.ones((2, 3, 4, 5))}}}
+    >>> per_matrix(params, (r"^blocks/",))
+    {'^blocks/experts/up$': 2}
+    """
+    axes = named_leaves(stacked_axes(params, stacked))
+
+    def count(name: str, p: Any) -> int:
+        return axes[name] + (_EXPERTS.search(name) is not None and jnp.ndim(p) == axes[name] + 3)
+
+    return {f"^{re.escape(name)}$": count(name, p) for name, p in named_leaves(params).items()}
 
 
 def layer_rows(params: Any, stacked: Stacked) -> Any:

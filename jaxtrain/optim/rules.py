@@ -318,19 +318,21 @@ def muon(
     """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon), per layer.
 
     ``layerwise.scale_by_muon`` has its options. ``muon_mask`` says which parameters it
-    orthogonalises, as ``decay_mask``; by default ``masks.hidden_matrices``. The others take AdamW
+    orthogonalises, as ``decay_mask``; by default ``masks.hidden_matrices``, those of each expert
+    among them. The others take AdamW
     with ``b1``, ``b2`` and ``eps``, at ``adam_ratio`` of the learning rate: with ``"rms"`` scaling
     one rate fits both; with ``"width"``, the original Muon, they want a much smaller one. Weight
     decay is decoupled.
     """
-    default = functools.partial(masks.hidden_matrices, stacked=parts.stacked)
+    stacked = masks.per_matrix(parts.params, parts.stacked)
+    default = functools.partial(masks.hidden_matrices, stacked=stacked)
     hidden = parts.mask("muon_mask", muon_mask, default)
     if (leaves := jax.tree.leaves(hidden)) and not any(leaves):
         raise ValueError(
             "optimizer 'muon' has nothing to orthogonalise: no parameter that trains is a matrix "
             "of a hidden layer; use 'adamw', or name matrices by `muon_mask`"
         )
-    masks.check_matrices("muon_mask", hidden, parts.params, parts.stacked)
+    masks.check_matrices("muon_mask", hidden, parts.params, stacked)
     others = jax.tree.map(lambda hidden: not hidden, hidden)
     orthogonal = layerwise.scale_by_muon(
         hidden,
@@ -339,7 +341,7 @@ def muon(
         ns_steps=ns_steps,
         muon_scale=muon_scale,
         moment_dtype=moment_dtype,
-        stacked=parts.stacked,
+        stacked=stacked,
     )
     return [
         orthogonal,
