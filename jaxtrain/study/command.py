@@ -16,7 +16,14 @@ import tyro
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import exit_codes, output
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path, check_on_disk, read_json, write_whole
+from jaxtrain.host.paths import (
+    as_path,
+    check_on_disk,
+    exists,
+    listed,
+    read_json,
+    write_whole,
+)
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.planning.targets import stay_on_cpu
 from jaxtrain.run.main import build_experiment, flag_word, load_config
@@ -168,8 +175,8 @@ def join(folder: pathlib.Path, record: Mapping[str, Any]) -> str:
     (folder / LEASES).mkdir(parents=True, exist_ok=True)
     path = as_path(folder / STUDY)
     with FileLock(folder / LOCK):
-        if not path.exists():
-            if list(folder.glob("trial-*")):
+        if not exists(path):
+            if listed(folder, "trial-*"):
                 raise ValueError(f"{folder} holds trials and no {STUDY}: choose another folder")
             name = f"{record['module']}-{secrets.token_hex(4)}"
             write_whole(path, json.dumps({"name": name, **record}, indent=2) + "\n")

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from jaxtrain.host.paths import as_path, json_object, read_if_there, write_whole
+from jaxtrain.host.paths import as_path, exists, json_object, read_if_there, write_whole
 
 BEAT_SECONDS = 5.0
 # Where nothing is known of a process on another host, it is dead after so long without a beat.
@@ -55,7 +55,7 @@ class JournalLock(FileLock):
 
     def acquire(self) -> bool:
         super().acquire()
-        if not self._journal.exists():
+        if not exists(self._journal):
             return True
         with open(self._journal, "rb+") as file:
             size = file.seek(0, os.SEEK_END)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxtrain.host import extras
+from jaxtrain.host.paths import listed
 from jaxtrain.study import space as spaces
 from jaxtrain.study.lease import FileLock, JournalLock, Leases
 from jaxtrain.study.space import Dimension, Value
@@ -89,7 +90,7 @@ class Trials:
                 self._study.enqueue_trial(point, skip_if_exists=True)
 
     def _others(self) -> Any:
-        return (self.folder / LEASES).glob("*.json")
+        return listed(self.folder / LEASES, "*.json")
 
     def all(self) -> list[Any]:
         """Returns Optuna's frozen trials, in order."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.host import distributed, exit_codes
-from jaxtrain.host.paths import as_path, look, write_whole
+from jaxtrain.host.paths import as_path, listed, look, write_whole
 from jaxtrain.run.folder import LOG, STOPPED
 from jaxtrain.run.launch import Guard
 from jaxtrain.run.observe.report.records import Series, read_run
@@ -206,7 +206,8 @@ class _Worker:
             return self._is_whole(code)
         if code == exit_codes.SUPERSEDED:  # another process does the trial now
             return True
-        steps = [int(p.name) for p in self.run_dir.glob("checkpoints/*") if p.name.isdecimal()]
+        there = listed(self.run_dir / "checkpoints")
+        steps = [int(p.name) for p in there if p.name.isdecimal()]
         newest = max(steps, default=-1)
         progress, self.newest = newest > self.newest, max(newest, self.newest)
         again = exit_codes.restart(code, progress, self.restarts, limit=RESTARTS)

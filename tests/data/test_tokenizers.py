@@ -5,6 +5,7 @@ import pickle
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -19,9 +20,10 @@ from jaxtrain.data import (
 )
 from jaxtrain.data.chat import Conversation, encode_marked
 from jaxtrain.data.tokenizers import KINDS
-from jaxtrain.hf.opening import Opened
+from jaxtrain.hf.opening import ModelOptions, Opened
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.serve import generate_command
+from jaxtrain.sharding.mesh import make_mesh
 
 TEXT = [
     b"def f(x):\n    return x + 1\n",
@@ -374,7 +376,9 @@ def test_what_a_model_writes_keeps_the_space_after_its_prompt(monkeypatch, capsy
     )
     (tmp_path / "config.json").write_text("{}")
     opened = Opened(model, {}, ours, str(tmp_path), ((), ()))
-    monkeypatch.setattr(generate_command, "open_model", lambda *forms, mesh, step: opened)
+    monkeypatch.setattr(
+        ModelOptions, "open", lambda *_: (opened, make_mesh(devices=[jax.devices()[0]]))
+    )
     monkeypatch.setattr(generate_command, "stream", lambda *_, **on: iter([[2, 4], [4, 2], [1, 1]]))
     flags = ["--run", "x", "--prompt", "ab a", "--samples", "2", "--max-tokens", "3"]
     assert cli.main(["generate", *flags]) == 0
