@@ -73,7 +73,9 @@ def test_equal_experts_are_one_mlp():
     np.testing.assert_allclose(loss_of(shared)(params, batch).total, one.total, rtol=1e-5)
 
 
-@pytest.mark.parametrize("routing", ["softmax_normalised", "sigmoid"])
+@pytest.mark.parametrize(
+    "routing", ["softmax_normalised", pytest.param("sigmoid", marks=pytest.mark.slow)]
+)
 def test_any_cut_of_a_batch_has_the_loss_the_gradients_and_the_loads_of_the_whole(routing):
     config = dataclasses.replace(MOE, routing=routing)
     params, batch = params_of(config), batch_of()
@@ -133,7 +135,10 @@ def test_one_expert_may_take_every_token():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize(
+    "remat",
+    [x if x in ("full", "dots") else pytest.param(x, marks=pytest.mark.slow) for x in REMAT],
+)
 def test_no_backward_pass_chooses_again(remat):
     config = dataclasses.replace(MOE, remat=remat, scan_unroll=1)
     loss = lambda p: decoder.loss_fn(config)(p, batch_of(), None).total  # noqa: E731
