@@ -150,7 +150,8 @@ def make_optimizer(
     ValueError: optimizer 'sgd' has no option b1 (given 0.9), which is of adam, adamw, adan, lion, \
 lamb, muon; it takes weight_decay, clip_norm, clip_order, clip_value, decay_mask, \
 decay_multipliers, rate_multipliers, freeze, stacked, accumulate, accumulate_ramp, \
-plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, watch_every, watch_bins
+plateau_factor, plateau_patience, plateau_window, skip_spikes, ema, balance_rate, watch_every, \
+watch_bins
     """
     options = rules.resolve_options(name, options, common=tuple(keywords(make_optimizer)))
     if not callable(learning_rate):
