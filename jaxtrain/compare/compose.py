@@ -93,15 +93,15 @@ def _by_task(cells: Iterable[Together]) -> list[list[Together]]:
 
 
 def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
-    by_optimizer: dict[tuple[str, ...], list[Together]] = {}
+    here: list[Together] = []
     for cell in those:
         needs = [each.needs for each in cell.chosen if each.needs]
         if needs:
             yield Cell(cell.names, "needs", needs[0], cell.command)
         else:
-            by_optimizer.setdefault(cell.beside, []).append(cell)
+            here.append(cell)
     laid: list[Laid] = []
-    for cells in by_optimizer.values():
+    for cells in _grouped(here, lambda cell: cell.beside):
         try:
             experiment = _experiment(cells)
         except ValueError as error:

@@ -98,7 +98,7 @@ def run_launch(
             status = signals.group.wait(grace_seconds=options.grace_seconds)
             # By the signal itself, so before it had a handler, and nobody asked the launcher: lost.
             lost = status == 143 and 143 not in signals.group.codes.values()
-            code, found = PEER_LOST if lost else status, _newest_step(command)
+            code, found = PEER_LOST if lost else status, newest_step(_run_dir(command))
             progress = found not in (None, newest)
             newest = found if progress else newest
             again = exit_codes.restart(code, progress, count, limit=options.max_restarts)
@@ -392,10 +392,10 @@ def _run_dir(command: Sequence[str]) -> str | None:
     return None
 
 
-def _newest_step(command: Sequence[str]) -> int | None:
-    """The step of the newest checkpoint in the folder that a command names, if there is any."""
+def newest_step(run_dir: str | os.PathLike | None) -> int | None:
+    """The step of the newest checkpoint in a run's folder, if there is any."""
     with contextlib.suppress(Exception):  # a bucket's client has errors of its own
-        there = (as_path(_run_dir(command)) / "checkpoints").iterdir()
+        there = (as_path(run_dir) / "checkpoints").iterdir()
         return max((int(path.name) for path in there if path.name.isdecimal()), default=None)
     return None
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.host import distributed, exit_codes
-from jaxtrain.host.paths import as_path, listed, look, write_whole
+from jaxtrain.host.paths import as_path, look, write_whole
 from jaxtrain.run.folder import LOG, STOPPED
-from jaxtrain.run.launch import Guard
+from jaxtrain.run.launch import Guard, newest_step
 from jaxtrain.run.observe.report.records import Series, read_run
 from jaxtrain.study.trials import Claim, Trials
 
@@ -206,10 +206,9 @@ class _Worker:
             return self._is_whole(code)
         if code == exit_codes.SUPERSEDED:  # another process does the trial now
             return True
-        there = listed(self.run_dir / "checkpoints")
-        steps = [int(p.name) for p in there if p.name.isdecimal()]
-        newest = max(steps, default=-1)
-        progress, self.newest = newest > self.newest, max(newest, self.newest)
+        found = newest_step(self.run_dir)
+        newest = self.newest if found is None else max(found, self.newest)
+        progress, self.newest = newest > self.newest, newest
         again = exit_codes.restart(code, progress, self.restarts, limit=RESTARTS)
         if again is None:
             lines = self.output.read_text(errors="replace").split("\n")
