@@ -23,7 +23,7 @@ from typing import Any, Literal
 import jax
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import layers
+from jaxtrain.models import experts, layers, parts
 from jaxtrain.models.config import (
     INIT_STD,
     BlockConfig,
@@ -324,14 +324,14 @@ def hidden(config: DecoderConfig, params: Params, tokens_BT: jax.Array) -> jax.A
 def run(config: DecoderConfig, params: Params, batch: Batch) -> Any:
     """Returns the residual stream behind the last layer, which the last stages take; nothing is
     dropped."""
-    parts = stages(config)
-    return run_layers(parts, params, parts.embed(params, batch, None), batch, None)
+    model = stages(config)
+    return run_layers(model, params, model.embed(params, batch, None), batch, None)
 
 
 def routes(config: DecoderConfig, params: Params, batch: Batch) -> jax.Array:
     """Returns the experts that are chosen for a batch, int32 [B, L, T, J]: as ``routes`` of a batch
     they are those of the same tokens under other weights."""
-    x = layers.opened(config, embed(config, params, batch), record=True)
+    x = experts.opened(config, embed(config, params, batch), record=True)
     return run_layers(stages(config), params, x, batch, None)["routes"].astype("int32")
 
 
@@ -349,7 +349,7 @@ def embed(
     module = layers.apply(layers.Embed, config, params["embed"])
     x_BTD = module(batch["tokens"], layers.positions(config, batch))
     # Layers fold in 0 .. L - 1.
-    return pin_residual(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
+    return pin_residual(drop(x_BTD, config.dropout, parts.fold(rng, config.layers)))
 
 
 def head_loss(config: DecoderConfig, params: Params, x: Any, batch: Batch) -> WeightedLoss:
@@ -357,11 +357,11 @@ def head_loss(config: DecoderConfig, params: Params, x: Any, batch: Batch) -> We
 
     With ``config.z_loss`` its part of the loss is a metric of its own, and so are those of the
     routers of experts. ``params`` is the whole model's, or any dict with ``final_norm`` and
-    ``head`` (tied: ``embed``); ``x`` the residual stream, [B, T, D] or :func:`layers.opened`.
+    ``head`` (tied: ``embed``); ``x`` the residual stream, [B, T, D] or :func:`experts.opened`.
     """
     x_BTD, kernel_DV = _final_norm(config, params, x), layers.head_kernel(config, params)
     loss = layers.token_loss(config, x_BTD, kernel_DV, batch, softcap=config.logit_softcap)
-    return layers.add_routers(config, loss, x, batch)
+    return experts.add_routers(config, loss, x, batch)
 
 
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
@@ -389,7 +389,7 @@ def scores(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
     last token's. Arguments are those of :func:`head_loss`."""
     x_BTD = _final_norm(config, params, x_BTD)
     kernel_D1 = params["head"]["score"]["kernel"]
-    return matmul_float32(layers.rows(x_BTD), kernel_D1).reshape(x_BTD.shape[:2])
+    return matmul_float32(parts.rows(x_BTD), kernel_D1).reshape(x_BTD.shape[:2])
 
 
 def distillation_loss(
@@ -432,7 +432,7 @@ def distillation_loss(
             chunk=config.loss_chunk,
         )
         found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
-        found = layers.add_routers(config, found, x, batch)
+        found = experts.add_routers(config, found, x, batch)
         if not hidden:
             return found
         how = {"segments_BT": batch.get("segments"), "chunk": config.loss_chunk}
@@ -467,7 +467,7 @@ def stored_distillation_loss(
             chunk=config.loss_chunk,
         )
         found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
-        return layers.add_routers(config, found, x, batch)
+        return experts.add_routers(config, found, x, batch)
 
     return loss
 
@@ -517,5 +517,5 @@ def flops_per_token(config: DecoderConfig) -> int:
 
 
 def _final_norm(config: DecoderConfig, params: Params, x: Any) -> jax.Array:
-    norm = layers.apply(layers.Norm, config.block, params["final_norm"])
-    return pin_residual(norm(layers.hidden_states(x)))
+    norm = layers.apply(parts.Norm, config.block, params["final_norm"])
+    return pin_residual(norm(experts.hidden_states(x)))

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models import decoder, encoder_decoder, layers
+from jaxtrain.models import attending, decoder, encoder_decoder, layers
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bias, embedded, encoded
 from jaxtrain.ops.cached import Rounded, Tiles, chunk_attention, whole_attention
@@ -187,7 +187,7 @@ class CausalDecoder:
             def attend(q_BPHK, k_BPGK, v_BPGK):
                 # Padding comes after the prompt, where causal attention does not look; its keys in
                 # the cache are overwritten before any position may see them.
-                out_BPHK = layers.row_attention(self.config.block, l, q_BPHK, k_BPGK, v_BPGK)
+                out_BPHK = attending.row_attention(self.config.block, l, q_BPHK, k_BPGK, v_BPGK)
                 return out_BPHK, tuple(_cached(x, self.config.heads) for x in (k_BPGK, v_BPGK))
 
             return self._layer(layer_params, l, x_BPD, None, attend)
@@ -217,12 +217,12 @@ class CausalDecoder:
 
         batch = {"tokens": tokens_BC, "positions": positions_BC}
         x_BCD = decoder.embed(self.config, params, batch)
-        attend = functools.partial(layers.step_attention, self.config.block)
+        attend = functools.partial(attending.step_attention, self.config.block)
         return _read(params["blocks"], cache, x_BCD, start_B, count_B, layer, attend)
 
     def _layer(self, layer_params, l, x_BCD, positions_BC, attend):
         block = layers.apply(layers.Block, self.config.block, gather(layer_params, "blocks"))
-        angles = layers.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
+        angles = attending.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
         return block(x_BCD, angles, attend)[:2]
 
     def _logits(self, params, x_BCD, count_B):
@@ -250,7 +250,7 @@ class SourceDecoder:
                 return q_B1HK, tuple(_cached(x, self.config.heads) for x in (k_BPGK, v_BPGK))
 
             cross = gather(cross, "decoder/cross")
-            attention = layers.apply(layers.Attention, self.config.decoder, cross)
+            attention = layers.apply(attending.Attention, self.config.decoder, cross)
             # Of its result only keys and values are read: XLA computes nothing else.
             return None, attention(memory_BPD[:, :1], None, keep, memory_BPD)[1]
 
