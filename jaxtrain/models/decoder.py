@@ -30,6 +30,7 @@ from jaxtrain.models.config import (
     ExpertFields,
     TokenFields,
     check_positive,
+    fill,
     keys_seen,
 )
 from jaxtrain.ops import losses
@@ -48,26 +49,32 @@ ADDED = ("z_loss", "balance_loss", "router_z_loss")
 # Paths of the kernels of experts.
 EXPERTS = r"^blocks/experts/(up|gate|down)/"
 
+# Path of a layer's parameter to logical axes.
+_OF_LAYER = (
+    (r"attn/q/kernel$", ("embed", "heads")),
+    (r"attn/q/bias$", ("heads",)),
+    (r"attn/(k|v)/kernel$", ("embed", "kv_heads")),
+    (r"attn/(k|v)/bias$", ("kv_heads",)),
+    (r"attn/out/kernel$", ("heads", "embed")),
+    (r"mlp/(up|gate)/kernel$", ("embed", "mlp")),
+    (r"mlp/(up|gate)/bias$", ("mlp",)),
+    (r"mlp/down/kernel$", ("mlp", "embed")),
+    (r"experts/router/kernel$", ("embed", None)),
+    (r"experts/router/bias$", (None,)),
+    (r"experts/(up|gate)/kernel$", ("experts", "embed", "mlp")),
+    (r"experts/down/kernel$", ("experts", "mlp", "embed")),
+    (r"attn/norm_(q|k)/(scale|bias)$", (None,)),
+    (r"(attn/out|mlp/down)/bias$", (None,)),
+    (r"norm_(attn|mlp)(_out)?/(scale|bias)$", (None,)),
+)
+
 # Parameter path to logical axes; the first match decides. Not every configuration has all of them.
 RULES = OptionalRules(
     (
         (r"^embed/tokens$", ("vocab", "embed")),
         (r"^embed/positions$", (None, "embed")),
-        (r"^blocks/attn/q/kernel$", ("layers", "embed", "heads")),
-        (r"^blocks/attn/q/bias$", ("layers", "heads")),
-        (r"^blocks/attn/(k|v)/kernel$", ("layers", "embed", "kv_heads")),
-        (r"^blocks/attn/(k|v)/bias$", ("layers", "kv_heads")),
-        (r"^blocks/attn/out/kernel$", ("layers", "heads", "embed")),
-        (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
-        (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
-        (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
-        (r"^blocks/experts/router/kernel$", ("layers", "embed", None)),
-        (r"^blocks/experts/router/bias$", ("layers", None)),
-        (r"^blocks/experts/(up|gate)/kernel$", ("layers", "experts", "embed", "mlp")),
-        (r"^blocks/experts/down/kernel$", ("layers", "experts", "mlp", "embed")),
-        (r"^blocks/attn/norm_(q|k)/(scale|bias)$", ("layers", None)),
-        (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
-        (r"^blocks/norm_(attn|mlp)(_out)?/(scale|bias)$", ("layers", None)),
+        *((rf"^blocks/{path}", ("layers", *axes)) for path, axes in _OF_LAYER),
+        *((rf"^dense/\d+/{path}", axes) for path, axes in _OF_LAYER),
         (r"^final_norm/(scale|bias)$", (None,)),
         (r"^head/kernel$", ("embed", "vocab")),
         (r"^head/score/kernel$", (None, None)),  # whole on purpose: it is one output
@@ -94,6 +101,9 @@ class DecoderConfig(ExpertFields, TokenFields):
       head: what the model predicts: ``tokens``, or a ``score``, the number that a reward model
         gives a text at its last token, and then no tokens.
       logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
+      dense_layers: how many layers, the first ones, have one MLP of ``dense_width`` in the place of
+        experts; None means none. They are no part of the stack: the first stage runs them.
+      dense_width: hidden width of those; None means ``mlp_width``.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
     :class:`ModelFields` and, of each layer, :class:`LayerFields` and :class:`ExpertFields`.
@@ -111,10 +121,24 @@ class DecoderConfig(ExpertFields, TokenFields):
     tied: bool = True
     head: Literal["tokens", "score"] = "tokens"
     logit_softcap: float | None = None
+    dense_layers: int | None = None
+    dense_width: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "logit_softcap")
+        if self.dense_layers is None and self.dense_width is not None:
+            raise ValueError(
+                f"dense_width={self.dense_width} is of layers without experts, and dense_layers="
+                "None: set both"
+            )
+        if self.dense_layers is not None:
+            if self.experts is None or self.dense_layers >= self.layers:
+                raise ValueError(
+                    f"dense_layers={self.dense_layers} stand before layers with experts, of which "
+                    f"layers={self.layers} and experts={self.experts} leave none: use fewer"
+                )
+            fill(self, dense_width=self.mlp_width)
         self.check_chunk("seq_len")
 
     @functools.cached_property
@@ -127,6 +151,12 @@ class DecoderConfig(ExpertFields, TokenFields):
             residual_std=INIT_STD / (2 * self.layers) ** 0.5,
             **self.expert_fields,
         )
+
+    @functools.cached_property
+    def dense_block(self) -> BlockConfig:
+        """One of the layers before the stack."""
+        own = {"experts": None, "shared_experts": None, "mlp_width": self.dense_width}
+        return dataclasses.replace(self.block, **own)
 
 
 def tiny() -> DecoderConfig:
@@ -268,7 +298,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
     The values depend on ``rng`` alone, not on the ``out_shardings`` under which it is jitted.
 
     Returns:
-      A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``.
+      A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``;
+      ``dense`` has by their numbers the layers before those of ``blocks``.
 
     >>> config = DecoderConfig(vocab_size=5, seq_len=4, layers=3, width=8, heads=2)
     >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
@@ -329,10 +360,12 @@ def run(config: DecoderConfig, params: Params, batch: Batch) -> Any:
 
 
 def routes(config: DecoderConfig, params: Params, batch: Batch) -> jax.Array:
-    """Returns the experts that are chosen for a batch, int32 [B, L, T, J]: as ``routes`` of a batch
-    they are those of the same tokens under other weights."""
-    x = experts.opened(config, embed(config, params, batch), record=True)
-    return run_layers(stages(config), params, x, batch, None)["routes"].astype("int32")
+    """Returns the experts that are chosen for a batch in the L layers that have some, int32
+    [B, L, T, J]: as ``routes`` of a batch they are those of the same tokens under other weights."""
+    model = stages(config)
+    x = experts.hidden_states(model.embed(params, batch, None))
+    x = experts.opened(config, x, record=True)
+    return run_layers(model, params, x, batch, None)["routes"].astype("int32")
 
 
 def embed(

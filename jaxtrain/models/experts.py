@@ -13,7 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.loss import Hottest, WeightedLoss
-from jaxtrain.models.config import INIT_STD, BlockConfig
+from jaxtrain.models.config import INIT_STD, BlockConfig, before_stack
 from jaxtrain.models.parts import dense, normal
 from jaxtrain.ops.activations import GATED
 from jaxtrain.ops.grouped import expert_mlp
@@ -67,10 +67,11 @@ def opened(config: Any, x_BTD: jax.Array, *, record: bool = False) -> Any:
         return x_BTD
     B, T, _ = x_BTD.shape
     row_B = jnp.zeros(B, wide(x_BTD.dtype))
-    load_BLE = jnp.zeros((B, config.layers, experts), row_B.dtype)
+    layers = config.layers - before_stack(config)
+    load_BLE = jnp.zeros((B, layers, experts), row_B.dtype)
     x = {"hidden": x_BTD, "balance": row_B, "router_z": row_B, "load": load_BLE}
     x |= {"balancing": row_B} if config.block.routing == "sigmoid" else {}
-    shape = B, config.layers, T, config.block.experts_per_token
+    shape = B, layers, T, config.block.experts_per_token
     return x | ({"routes": jnp.zeros(shape, row_B.dtype)} if record else {})
 
 

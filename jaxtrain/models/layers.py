@@ -22,14 +22,14 @@ from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models.attending import Attend, Attention, row_angles, row_attention
-from jaxtrain.models.config import BlockConfig, TokenFields
+from jaxtrain.models.config import BlockConfig, TokenFields, before_stack
 from jaxtrain.models.experts import Experts, hidden_states, opened, with_routes
 from jaxtrain.models.parts import MLP, Dense, Norm, dense, fold, normal
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.lookup import look_up
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
-from jaxtrain.ops.remat import keeping
+from jaxtrain.ops.remat import keeping, layout_keeps
 from jaxtrain.ops.routing import Routes, route
 from jaxtrain.sharding.placement import check_length, pin_residual
 from jaxtrain.stages import Stages
@@ -54,8 +54,12 @@ def draw(
     rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
     params = {
         "embed": pure(embed, config, rng_embed),
-        "blocks": stacked(Block, config.block, config.layers, rng_blocks),
+        "blocks": stacked(Block, config.block, config.layers - before_stack(config), rng_blocks),
     }
+    if before := before_stack(config):
+        rngs = (fold(rng_blocks, config.layers + l) for l in range(before))
+        drawn = enumerate(pure(Block, config.dense_block, rng) for rng in rngs)
+        params["dense"] = {str(l): layer for l, layer in drawn}
     if final_norm:
         params["final_norm"] = pure(Norm, config.block, rng_head)
     return params if head is None else params | {"head": pure(head, config, rng_head)}
@@ -109,13 +113,30 @@ def stages(config: Any, *, embed: Callable, head_loss: Callable, **parts: Any) -
       parts: other fields; left out, one stack of layers in which rows attend to themselves.
     """
 
+    before = before_stack(config)
+
+    def packing(batch):
+        return {f"{name}_BT": batch.get(name) for name in ("segments", "positions")}
+
     def layer(layer_params, shared, x, batch, rng, index):
-        packing = {f"{name}_BT": batch.get(name) for name in ("segments", "positions")}
-        packing["routes_BLTJ"] = batch.get("routes")
-        return block(config.block, layer_params, x, **packing, rng=rng, index=index)
+        routes = batch.get("routes")
+        routes_BTJ = None if routes is None else routes[:, index]
+        how = {"routes_BTJ": routes_BTJ, "before": before, "rng": rng, "index": index}
+        return block(config.block, layer_params, x, **packing(batch), **how)
 
     def enter(params, batch, rng):
-        return opened(config, embed(config, params, batch, rng))
+        x_BTD = embed(config, params, batch, rng)
+        for l in range(before):
+
+            def dense(layer_params, x_BTD, batch, l=l):
+                # Behind the keys that the stack's layers fold in.
+                how = {"rng": fold(rng, config.layers - before + l), "index": l}
+                return block(config.dense_block, layer_params, x_BTD, **packing(batch), **how)
+
+            keep = keeping(layout_keeps.value or config.remat)
+            dense = dense if keep is None else keep(dense, prevent_cse=True)
+            x_BTD = dense(params["dense"][str(l)], x_BTD, batch)
+        return opened(config, x_BTD)
 
     return Stages(
         **{"block": layer, "shared": ()} | parts,
@@ -134,9 +155,10 @@ def block(
     *,
     segments_BT: jax.Array | None = None,
     positions_BT: jax.Array | None = None,
-    routes_BLTJ: jax.Array | None = None,
+    routes_BTJ: jax.Array | None = None,
     rng: jax.Array | None = None,
     index: int | jax.Array = 0,
+    before: int = 0,
 ) -> Any:
     """One layer in which rows attend to themselves, [B, T, D] to [B, T, D].
 
@@ -147,26 +169,27 @@ def block(
       segments_BT: int32 document numbers, as for :func:`jaxtrain.ops.attention.attention`: without
         causality too, they keep padding, number 0, out of what is seen. No expert sees padding.
       positions_BT: int32, of rotary positions; None means 0 .. T - 1.
-      routes_BLTJ: int32, experts that were chosen before, in place of the router's choice.
+      routes_BTJ: int32, experts that were chosen before, in place of the router's choice.
       rng: key of the layer; None means no dropout.
-      index: number of the layer in the model, which says whether it has the window.
+      index: number of the layer in its stack.
+      before: number of layers before the stack; both say whether the layer has the window.
     """
 
     def attend(q_BTHK, k_BTGK, v_BTGK):
         # The two residual branches fold in 0 and 1.
         how = {"segments_BT": segments_BT, "rng": fold(rng, 2)}
-        return row_attention(config, index, q_BTHK, k_BTGK, v_BTGK, **how), None
+        return row_attention(config, number, q_BTHK, k_BTGK, v_BTGK, **how), None
 
-    x, x_BTD = x_BTD, hidden_states(x_BTD)
+    x, x_BTD, number = x_BTD, hidden_states(x_BTD), before + index
     check_length(x_BTD.shape[1])
-    angles = row_angles(config, index, positions_BT, x_BTD.shape[1])
+    angles = row_angles(config, number, positions_BT, x_BTD.shape[1])
     choose = functools.partial(
         route,
         live_BT=None if segments_BT is None else segments_BT > 0,
-        routes_BTJ=None if routes_BLTJ is None else routes_BLTJ[:, index],
+        routes_BTJ=routes_BTJ,
     )
     layer = apply(Block, config, params)
-    x_BTD, _, routes = layer(x_BTD, angles, attend, rng=rng, index=index, choose=choose)
+    x_BTD, _, routes = layer(x_BTD, angles, attend, rng=rng, index=number, choose=choose)
     return x_BTD if routes is None else with_routes(x, x_BTD, routes, index)
 
 

@@ -28,6 +28,9 @@ from jaxtrain.ops.tiled import SAVED
 # Whether what is traced is inside :func:`rematerialise`; part of the key of JAX's caches.
 rematerialised = jax.make_user_context(False)
 
+# Entered with the policy of a layout, for layers that are part of an embedding.
+layout_keeps = jax.make_user_context(None)
+
 # The name of what :class:`jaxtrain.models.parts.Dense` computes.
 PRODUCT = "product"
 
