@@ -270,6 +270,11 @@ class TokenFields(ModelFields):
             )
 
 
+def before_stack(config: Any) -> int:
+    """How many layers of a model stand before its stack, with parameters of their own."""
+    return getattr(config, "dense_layers", None) or 0
+
+
 def windows_of(config: Any) -> list[bool]:
     """Whether each layer of a model has a window."""
     pattern = config.window_pattern

@@ -23,13 +23,14 @@ from typing import Any, Literal
 import jax
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import layers
+from jaxtrain.models import experts, layers, parts
 from jaxtrain.models.config import (
     INIT_STD,
     BlockConfig,
     ExpertFields,
     TokenFields,
     check_positive,
+    fill,
     keys_seen,
 )
 from jaxtrain.ops import losses
@@ -48,26 +49,32 @@ ADDED = ("z_loss", "balance_loss", "router_z_loss")
 # Paths of the kernels of experts.
 EXPERTS = r"^blocks/experts/(up|gate|down)/"
 
+# Path of a layer's parameter to logical axes.
+_OF_LAYER = (
+    (r"attn/q/kernel$", ("embed", "heads")),
+    (r"attn/q/bias$", ("heads",)),
+    (r"attn/(k|v)/kernel$", ("embed", "kv_heads")),
+    (r"attn/(k|v)/bias$", ("kv_heads",)),
+    (r"attn/out/kernel$", ("heads", "embed")),
+    (r"mlp/(up|gate)/kernel$", ("embed", "mlp")),
+    (r"mlp/(up|gate)/bias$", ("mlp",)),
+    (r"mlp/down/kernel$", ("mlp", "embed")),
+    (r"experts/router/kernel$", ("embed", None)),
+    (r"experts/router/bias$", (None,)),
+    (r"experts/(up|gate)/kernel$", ("experts", "embed", "mlp")),
+    (r"experts/down/kernel$", ("experts", "mlp", "embed")),
+    (r"attn/norm_(q|k)/(scale|bias)$", (None,)),
+    (r"(attn/out|mlp/down)/bias$", (None,)),
+    (r"norm_(attn|mlp)(_out)?/(scale|bias)$", (None,)),
+)
+
 # Parameter path to logical axes; the first match decides. Not every configuration has all of them.
 RULES = OptionalRules(
     (
         (r"^embed/tokens$", ("vocab", "embed")),
         (r"^embed/positions$", (None, "embed")),
-        (r"^blocks/attn/q/kernel$", ("layers", "embed", "heads")),
-        (r"^blocks/attn/q/bias$", ("layers", "heads")),
-        (r"^blocks/attn/(k|v)/kernel$", ("layers", "embed", "kv_heads")),
-        (r"^blocks/attn/(k|v)/bias$", ("layers", "kv_heads")),
-        (r"^blocks/attn/out/kernel$", ("layers", "heads", "embed")),
-        (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
-        (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
-        (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
-        (r"^blocks/experts/router/kernel$", ("layers", "embed", None)),
-        (r"^blocks/experts/router/bias$", ("layers", None)),
-        (r"^blocks/experts/(up|gate)/kernel$", ("layers", "experts", "embed", "mlp")),
-        (r"^blocks/experts/down/kernel$", ("layers", "experts", "mlp", "embed")),
-        (r"^blocks/attn/norm_(q|k)/(scale|bias)$", ("layers", None)),
-        (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
-        (r"^blocks/norm_(attn|mlp)(_out)?/(scale|bias)$", ("layers", None)),
+        *((rf"^blocks/{path}", ("layers", *axes)) for path, axes in _OF_LAYER),
+        *((rf"^dense/\d+/{path}", axes) for path, axes in _OF_LAYER),
         (r"^final_norm/(scale|bias)$", (None,)),
         (r"^head/kernel$", ("embed", "vocab")),
         (r"^head/score/kernel$", (None, None)),  # whole on purpose: it is one output
@@ -94,6 +101,9 @@ class DecoderConfig(ExpertFields, TokenFields):
       head: what the model predicts: ``tokens``, or a ``score``, the number that a reward model
         gives a text at its last token, and then no tokens.
       logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
+      dense_layers: how many layers, the first ones, have one MLP of ``dense_width`` in the place of
+        experts; None means none. They are no part of the stack: the first stage runs them.
+      dense_width: hidden width of those; None means ``mlp_width``.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
     :class:`ModelFields` and, of each layer, :class:`LayerFields` and :class:`ExpertFields`.
@@ -111,10 +121,24 @@ class DecoderConfig(ExpertFields, TokenFields):
     tied: bool = True
     head: Literal["tokens", "score"] = "tokens"
     logit_softcap: float | None = None
+    dense_layers: int | None = None
+    dense_width: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "logit_softcap")
+        if self.dense_layers is None and self.dense_width is not None:
+            raise ValueError(
+                f"dense_width={self.dense_width} is of layers without experts, and dense_layers="
+                "None: set both"
+            )
+        if self.dense_layers is not None:
+            if self.experts is None or self.dense_layers >= self.layers:
+                raise ValueError(
+                    f"dense_layers={self.dense_layers} stand before layers with experts, of which "
+                    f"layers={self.layers} and experts={self.experts} leave none: use fewer"
+                )
+            fill(self, dense_width=self.mlp_width)
         self.check_chunk("seq_len")
 
     @functools.cached_property
@@ -127,6 +151,12 @@ class DecoderConfig(ExpertFields, TokenFields):
             residual_std=INIT_STD / (2 * self.layers) ** 0.5,
             **self.expert_fields,
         )
+
+    @functools.cached_property
+    def dense_block(self) -> BlockConfig:
+        """One of the layers before the stack."""
+        own = {"experts": None, "shared_experts": None, "mlp_width": self.dense_width}
+        return dataclasses.replace(self.block, **own)
 
 
 def tiny() -> DecoderConfig:
@@ -268,7 +298,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
     The values depend on ``rng`` alone, not on the ``out_shardings`` under which it is jitted.
 
     Returns:
-      A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``.
+      A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``;
+      ``dense`` has by their numbers the layers before those of ``blocks``.
 
     >>> config = DecoderConfig(vocab_size=5, seq_len=4, layers=3, width=8, heads=2)
     >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
@@ -324,15 +355,17 @@ def hidden(config: DecoderConfig, params: Params, tokens_BT: jax.Array) -> jax.A
 def run(config: DecoderConfig, params: Params, batch: Batch) -> Any:
     """Returns the residual stream behind the last layer, which the last stages take; nothing is
     dropped."""
-    parts = stages(config)
-    return run_layers(parts, params, parts.embed(params, batch, None), batch, None)
+    model = stages(config)
+    return run_layers(model, params, model.embed(params, batch, None), batch, None)
 
 
 def routes(config: DecoderConfig, params: Params, batch: Batch) -> jax.Array:
-    """Returns the experts that are chosen for a batch, int32 [B, L, T, J]: as ``routes`` of a batch
-    they are those of the same tokens under other weights."""
-    x = layers.opened(config, embed(config, params, batch), record=True)
-    return run_layers(stages(config), params, x, batch, None)["routes"].astype("int32")
+    """Returns the experts that are chosen for a batch in the L layers that have some, int32
+    [B, L, T, J]: as ``routes`` of a batch they are those of the same tokens under other weights."""
+    model = stages(config)
+    x = experts.hidden_states(model.embed(params, batch, None))
+    x = experts.opened(config, x, record=True)
+    return run_layers(model, params, x, batch, None)["routes"].astype("int32")
 
 
 def embed(
@@ -349,7 +382,7 @@ def embed(
     module = layers.apply(layers.Embed, config, params["embed"])
     x_BTD = module(batch["tokens"], layers.positions(config, batch))
     # Layers fold in 0 .. L - 1.
-    return pin_residual(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
+    return pin_residual(drop(x_BTD, config.dropout, parts.fold(rng, config.layers)))
 
 
 def head_loss(config: DecoderConfig, params: Params, x: Any, batch: Batch) -> WeightedLoss:
@@ -357,11 +390,11 @@ def head_loss(config: DecoderConfig, params: Params, x: Any, batch: Batch) -> We
 
     With ``config.z_loss`` its part of the loss is a metric of its own, and so are those of the
     routers of experts. ``params`` is the whole model's, or any dict with ``final_norm`` and
-    ``head`` (tied: ``embed``); ``x`` the residual stream, [B, T, D] or :func:`layers.opened`.
+    ``head`` (tied: ``embed``); ``x`` the residual stream, [B, T, D] or :func:`experts.opened`.
     """
     x_BTD, kernel_DV = _final_norm(config, params, x), layers.head_kernel(config, params)
     loss = layers.token_loss(config, x_BTD, kernel_DV, batch, softcap=config.logit_softcap)
-    return layers.add_routers(config, loss, x, batch)
+    return experts.add_routers(config, loss, x, batch)
 
 
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
@@ -389,7 +422,7 @@ def scores(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
     last token's. Arguments are those of :func:`head_loss`."""
     x_BTD = _final_norm(config, params, x_BTD)
     kernel_D1 = params["head"]["score"]["kernel"]
-    return matmul_float32(layers.rows(x_BTD), kernel_D1).reshape(x_BTD.shape[:2])
+    return matmul_float32(parts.rows(x_BTD), kernel_D1).reshape(x_BTD.shape[:2])
 
 
 def distillation_loss(
@@ -432,7 +465,7 @@ def distillation_loss(
             chunk=config.loss_chunk,
         )
         found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
-        found = layers.add_routers(config, found, x, batch)
+        found = experts.add_routers(config, found, x, batch)
         if not hidden:
             return found
         how = {"segments_BT": batch.get("segments"), "chunk": config.loss_chunk}
@@ -467,7 +500,7 @@ def stored_distillation_loss(
             chunk=config.loss_chunk,
         )
         found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
-        return layers.add_routers(config, found, x, batch)
+        return experts.add_routers(config, found, x, batch)
 
     return loss
 
@@ -517,5 +550,5 @@ def flops_per_token(config: DecoderConfig) -> int:
 
 
 def _final_norm(config: DecoderConfig, params: Params, x: Any) -> jax.Array:
-    norm = layers.apply(layers.Norm, config.block, params["final_norm"])
-    return pin_residual(norm(layers.hidden_states(x)))
+    norm = layers.apply(parts.Norm, config.block, params["final_norm"])
+    return pin_residual(norm(experts.hidden_states(x)))

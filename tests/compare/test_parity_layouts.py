@@ -35,6 +35,7 @@ EXPERTS = dataclasses.replace(LLAMA, experts=4, mlp_width=32, balance=0.1, route
 FORMS["experts"] = EXPERTS
 FORMS["experts, 8"] = dataclasses.replace(EXPERTS, experts=8, shared_experts=2, remat="full")
 FORMS["one expert takes all"] = dataclasses.replace(EXPERTS, experts_per_token=1, dropout=0.1)
+FORMS["dense first"] = dataclasses.replace(EXPERTS, dense_layers=1, dense_width=48, dropout=0.1)
 FORMS["experts, biased"] = dataclasses.replace(EXPERTS, routing="sigmoid")
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
@@ -58,6 +59,9 @@ CASES = [
         ("experts", 16, "pipe=2,expert=2,data=2", {}),
         ("experts", 16, "pipe=2,expert=2,tensor=2", INTERLEAVED),
         ("experts", 16, "pipe=2,expert=4", {"remat": "none"}),
+        ("dense first", 16, "pipe=2,fsdp=2,tensor=2", {}),
+        ("dense first", 16, "pipe=2,expert=2,data=2", INTERLEAVED),
+        ("dense first", 16, "data=2,fsdp=2,expert=2,zero=3,accumulate=2", {}),
         ("experts, biased", 16, "pipe=2,expert=2,data=2", {}),
         ("experts, biased", 16, "data=2,fsdp=2,expert=2,accumulate=2", {}),
         ("dropout in tiles", 8, "pipe=2,fsdp=2,tensor=2", {}),
@@ -89,7 +93,8 @@ AT_SCALE = {
 
 
 def errors_on(layout, model, options, policy="f32"):
-    model = dataclasses.replace(model, layers=noisy.chunks_on(layout, options))
+    layers = noisy.chunks_on(layout, options) + (model.dense_layers or 0)
+    model = dataclasses.replace(model, layers=layers)
     return noisy.errors_of(experiment(model, **options), layout, policy)
 
 

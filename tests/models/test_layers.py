@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxtrain as jt
-from jaxtrain.models import layers
+from jaxtrain.models import attending, layers, parts
 from jaxtrain.models.config import BlockConfig
 from jaxtrain.ops.cached import Tiles
 from jaxtrain.tree import map_named, named_leaves
@@ -87,7 +87,7 @@ def test_a_cache_is_seen_whole_but_in_layers_with_a_window():
     k, v = jnp.zeros((1, 1, 4, 4)), jnp.eye(4)[None, None]
     new = jnp.ones((1, 1, 1, 4)), k[:, :, 3:], v[:, :, 3:], jnp.array([3])
     tiles = Tiles(4, lambda t: (k, v))
-    of_layer = jax.jit(jax.vmap(lambda index: layers.step_attention(config, index, *new, tiles)))
+    of_layer = jax.jit(jax.vmap(lambda index: attending.step_attention(config, index, *new, tiles)))
     np.testing.assert_allclose(of_layer(jnp.arange(2))[:, 0, 0, 0], [[0, 0, 0.5, 0.5], [0.25] * 4])
 
 
@@ -101,7 +101,7 @@ def test_shapes_follow_the_sizes_of_a_block():
 
 def test_a_bfloat16_bias_s_gradient_is_rounded_once():
     narrow = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
-    graph, params = nnx.split(layers.Dense(2, 32, **narrow))
+    graph, params = nnx.split(parts.Dense(2, 32, **narrow))
     d_y = jnp.asarray(np.random.default_rng(0).standard_normal((4096, 32)) + 0.1, jnp.bfloat16)
 
     @jax.jit
