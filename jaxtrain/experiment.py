@@ -19,6 +19,7 @@ from jaxtrain.engines.plain import Engine, as_engine, plain
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.method import Method
 from jaxtrain.ops.attention import preferred
+from jaxtrain.ops.context import exchange
 from jaxtrain.ops.remat import keeping
 from jaxtrain.optim import freezing
 from jaxtrain.optim.masks import Mask
@@ -292,9 +293,14 @@ def lay_out(experiment: Experiment) -> Laid:
                     f"`{name}` is {value!r} and the loss of experiment {experiment.name!r} is not "
                     "made of stages, whose layers that is for: leave it out"
                 )
+    if layout.exchange is not None and layout.mesh.context == 1:
+        raise ValueError(
+            f"`exchange` is {layout.exchange!r} and mesh axis 'context' has size 1, so that no "
+            "device has a part of a row: use --mesh.context, or leave it out"
+        )
     if not layout.sequence_parallel:
         rules = dataclasses.replace(rules, axes=dict(rules.axes) | {"residual": "context"})
-    wrap = functools.partial(_attending, layout.attention)
+    wrap = functools.partial(_attending, layout)
     made = {name: wrap(getattr(task, name)) for name in ("loss_fn", "eval_loss_fn")}
     stack = rules.stacked
     if (given := task.stages) is not None:
@@ -363,14 +369,14 @@ def _cut_for(experiment: Experiment) -> Stack:
     return dataclasses.replace(even, counts=counts)
 
 
-def _attending(implementation: str | None, function: Callable[..., Any] | None) -> Any:
-    """Returns the function with another choice of attention kernel where its model leaves it."""
-    if implementation is None or function is None:
+def _attending(layout: Layout, function: Callable[..., Any] | None) -> Any:
+    """Returns the function with the layout's choices of attention where its model leaves them."""
+    if function is None or layout.attention is layout.exchange is None:
         return function
 
     @functools.wraps(function)
     def attending(*args: Any, **kwargs: Any) -> Any:
-        with preferred(implementation):
+        with preferred(layout.attention or "auto"), exchange(layout.exchange):
             return function(*args, **kwargs)
 
     return attending
