@@ -30,7 +30,7 @@ from jaxtrain.ops.attention import attention, branch_shares
 from jaxtrain.ops.cached import Tiles, chunk_attention
 from jaxtrain.ops.grouped import expert_mlp
 from jaxtrain.ops.linear import matmul, matmul_float32
-from jaxtrain.ops.lookup import look_up
+from jaxtrain.ops.lookup import embed_lookup
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.norms import layer_norm, rms_norm
@@ -386,10 +386,14 @@ class Embed(nnx.Module):
         self.factor = config.width**0.5 if config.embed_scale else None
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        x_BTD = look_up(tokens_BT, self.tokens.get_value(), "vocab")
+        x_BTD = embed_lookup(tokens_BT, self.tokens.get_value(), "vocab")
         if self.factor is not None:
             x_BTD *= jnp.asarray(self.factor, x_BTD.dtype)
-        return x_BTD + look_up(positions_BT, self.positions.get_value()) if self.learned else x_BTD
+        return (
+            x_BTD + embed_lookup(positions_BT, self.positions.get_value())
+            if self.learned
+            else x_BTD
+        )
 
 
 class Dense(nnx.Linear):

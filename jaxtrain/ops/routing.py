@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops.linear import through
+from jaxtrain.ops.linear import apply_kernel
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.placement import constrain
 
@@ -88,7 +88,7 @@ def route(
     # A padding token may be anything, and 0 x NaN is NaN: its gradient is cut here too.
     x_BTD = jnp.where(live_BT1, x_BTD, 0)
     dtype = wide(x_BTD.dtype)
-    logits_BTE = through(_exact, x_BTD.astype(dtype), kernel_DE)
+    logits_BTE = apply_kernel(_exact, x_BTD.astype(dtype), kernel_DE)
     logits_BTE, E = constrain(logits_BTE, "batch", "sequence", None), logits_BTE.shape[-1]
     if routing == "sigmoid":
         by_BTE = scores_BTE = jax.nn.sigmoid(logits_BTE)

@@ -46,9 +46,9 @@ from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.survive.diagnosis import make_diverged
-from jaxtrain.run.survive.pace import Pace
 from jaxtrain.run.survive.peer_group import PeerGroup, open_peer_group
 from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
+from jaxtrain.run.survive.stragglers import Stragglers
 from jaxtrain.run.survive.watchdog import Watchdog
 from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
@@ -263,7 +263,7 @@ def _fit(
             overwrite=options.overwrite,
         )
         claim = functools.partial(
-            folder.claim_run_dir,
+            folder.lock_run_dir,
             run_dir,
             name=name if options.run_dir is None else None,
             resumes=resume,
@@ -282,7 +282,7 @@ def _fit(
         if resume and not saved:
             _check_unsaved(run_dir, journal)
         if saved:
-            with ledger.during("restore"):
+            with ledger.phase("restore"):
                 state = build.restore_state(experiment, abstract, checkpoints.restore)
         else:
             state = build.make_state(experiment, mesh)
@@ -291,7 +291,7 @@ def _fit(
         stopped = stopped_before(run_dir, start, go_on=go_on) if resume else None
         if stopped is not None:
             experiment = experiment.with_(steps=start)
-        with ledger.during("compile"):
+        with ledger.phase("compile"):
             train, programs = build.compile_loop(experiment, state, mesh, start, experiment.steps)
         if owner is None:  # Only now: whatever has been refused so far has left an older run alone.
             owner = claim()
@@ -344,7 +344,7 @@ def _fit(
             lines.append(f"best saved   {path}, eval/{metadata.best_metric} {value:.4f}")
             if options.saves_best and best.step != int(state.step):
                 run.progress.note(f"what is concluded is of checkpoint {best.step}, the best")
-                with ledger.during("restore"):
+                with ledger.phase("restore"):
                     found = build.restore_evaluated(experiment, abstract, checkpoints, best.step)
                 concluded = dataclasses.replace(found, step=best.step), best.evaluation
     if compared := compare_with_run(programs, mesh, estimated, run.rate.seconds_per_step):
@@ -359,7 +359,7 @@ def _opened(
     experiment: Experiment,
     options: RunOptions,
     mesh: Mesh,
-    owner: folder.Ownership,
+    owner: folder.RunLock,
     peers: PeerGroup,
     writers: Sequence[Writer],
     journal: Journal,
@@ -438,7 +438,7 @@ def _train(
     stopping: EarlyStopping,
 ) -> tuple[TrainState, Ending | None]:
     """Trains to the last step or an early end; returns the state, and how it has ended early."""
-    pace, skips = Pace(run.peers), ConsecutiveSkips(run.options.max_consecutive_skips)
+    stragglers, skips = Stragglers(run.peers), ConsecutiveSkips(run.options.max_consecutive_skips)
     early: Ending | None = None
 
     def ends(step: int) -> Ending | None:
@@ -447,16 +447,16 @@ def _train(
         return early
 
     ledger = run.journal.ledger
-    with ledger.during("step"), Profiling(run) as profiling:
+    with ledger.phase("step"), Profiling(run) as profiling:
         profiling.on_step(int(state.step), state)
         state = train_loop(
             train,
             state,
-            ledger.timed("data", pace.timed(batches)),
+            ledger.timed("data", stragglers.timed(batches)),
             steps=run.steps,
             steps_per_call=run.steps_per_call,
             hooks=[
-                *(run.watchdog, Logging(run, pace), profiling.ending),
+                *(run.watchdog, Logging(run, stragglers), profiling.ending),
                 *(*built_in, *hooks, skips, profiling),
             ],
             ends=ends,
@@ -486,7 +486,7 @@ def _finish(
         except Interrupted:
             end = Ending(PREEMPTED, last)
     seconds = LAST_SAVE_SECONDS if on_purpose else STOPPED_SAVE_SECONDS
-    with run.journal.ledger.during("save"):
+    with run.journal.ledger.phase("save"):
         saving.finish(last, state, seconds=seconds)
     if end.code == DIVERGED:
         skips = run.options.max_consecutive_skips

@@ -139,11 +139,11 @@ def test_what_cannot_be_is_said_by_all_processes_and_waits_for_none(texts, alone
 ONE_FOLDER = """
 import jax
 from jaxtrain.host import distributed
-from jaxtrain.run.folder import claim_run_dir, find_run_dir
+from jaxtrain.run.folder import lock_run_dir, find_run_dir
 
 distributed.initialize()
 distributed.initialize()  # More calls do nothing.
-owner = claim_run_dir(find_run_dir("gpt", None)[0], name="gpt")
+owner = lock_run_dir(find_run_dir("gpt", None)[0], name="gpt")
 owner.check()
 print(owner.path, jax.process_count())
 """
