@@ -44,7 +44,7 @@ from jaxtrain.sharding.mesh import make_mesh
 
 KEY = "JAXTRAIN_API_KEY"
 OF_DECODERS = ("adapter", "chat_template", "readers", "chunk", "page", "longest", "pages", "draft")
-OF_DECODERS += ("quantize", "cache")
+OF_DECODERS += ("quantize", "exact", "cache")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,9 @@ class ServeOptions(ModelOptions):
     """Pages of the cache; left out, as many as all slots can fill."""
     quantize: Kind | None = None
     """Codes for the kernels of attention and MLP, which take 1 byte a weight or half of one."""
+    exact: bool = False
+    """Tell log-probabilities with the bits that jaxtrain.models.exact gives a trainer; tokens take
+    more time."""
     cache: Literal["int8"] | None = None
     """Keys and values of 8 bits, with a scale for each position and head."""
     max_requests: int = 256
@@ -164,6 +167,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         adapters=adapters,
         draft=draft,
         drafts=options.draft_tokens,
+        exact=options.exact,
         cache=options.cache,
     )
     reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
@@ -214,7 +218,9 @@ def replica_command(options: ServeOptions) -> list[str]:
     command = [sys.executable, "-m", "jaxtrain", "serve", f"--mesh.tensor={options.mesh.tensor}"]
     for field in dataclasses.fields(alone):
         value, flag = getattr(alone, field.name), f"--{field.name.replace('_', '-')}"
-        if field.name != "mesh" and value != field.default:
+        if value is True:
+            command.append(flag)
+        elif field.name != "mesh" and value != field.default:
             values = value if isinstance(value, tuple) else (value,)
             command += [f"{flag}={each}" for each in values]
     return command
