@@ -171,3 +171,10 @@ def test_routes_that_are_replayed_are_those_of_other_weights():
 def test_a_config_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         BlockConfig(**{"width": 8, "heads": 2, "bias": False} | fields)
+
+
+def test_a_recipe_for_experts_is_refused():
+    policy = dataclasses.replace(jt.Policy.named("fp8"), recipe_in="experts/(up|down)")
+    loss_fn, params = decoder.loss_fn(MOE), policy.cast_to_compute(params_of(MOE))
+    with pytest.raises(ValueError, match="'experts/up/kernel' is a Scaled kernel, and experts"):
+        jax.eval_shape(lambda params: loss_fn(params, batch_of(), None), params)
