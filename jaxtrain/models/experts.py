@@ -49,6 +49,12 @@ class Experts(nnx.Module):
         routes = choose(x_BTD, self.router.kernel.get_value(), **how)
         names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
         weights = {name: getattr(self, name).kernel.get_value() for name in names}
+        for name, kernel in weights.items():
+            if not hasattr(kernel, "dtype"):
+                raise ValueError(
+                    f"parameter 'experts/{name}/kernel' is a {type(kernel).__name__} kernel, and "
+                    "experts multiply arrays alone: narrow the pattern that chose it"
+                )
         y_BTD = expert_mlp(self.form, x_BTD, weights, routes.weights_BTJ, routes.experts_BTJ)
         return checkpoint_name(scatter_sequence(y_BTD), PRODUCT), routes
 
