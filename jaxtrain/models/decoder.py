@@ -28,15 +28,17 @@ from jaxtrain.models.config import (
     INIT_STD,
     BlockConfig,
     ExpertFields,
+    LatentFields,
     TokenFields,
     check_positive,
+    fields_of,
     fill,
     keys_seen,
 )
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop, soft_cap
-from jaxtrain.ops.rotary import LinearScaling
+from jaxtrain.ops.rotary import LinearScaling, YarnScaling
 from jaxtrain.sharding.placement import pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.stages import Stages, loss_from_stages, run_layers
@@ -51,7 +53,8 @@ EXPERTS = r"^blocks/experts/(up|gate|down)/"
 
 # Path of a layer's parameter to logical axes.
 _OF_LAYER = (
-    (r"attn/q/kernel$", ("embed", "heads")),
+    (r"attn/(q|kv)/kernel$", ("embed", "heads")),
+    (r"attn/(q|kv)_down/kernel$", ("embed", None)),
     (r"attn/q/bias$", ("heads",)),
     (r"attn/(k|v)/kernel$", ("embed", "kv_heads")),
     (r"attn/(k|v)/bias$", ("kv_heads",)),
@@ -63,7 +66,7 @@ _OF_LAYER = (
     (r"experts/router/bias$", (None,)),
     (r"experts/(up|gate)/kernel$", ("experts", "embed", "mlp")),
     (r"experts/down/kernel$", ("experts", "mlp", "embed")),
-    (r"attn/norm_(q|k)/(scale|bias)$", (None,)),
+    (r"attn/norm_(q|k|kv)/(scale|bias)$", (None,)),
     (r"(attn/out|mlp/down)/bias$", (None,)),
     (r"norm_(attn|mlp)(_out)?/(scale|bias)$", (None,)),
 )
@@ -89,7 +92,7 @@ BATCH = OptionalRules(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ExpertFields, TokenFields):
+class DecoderConfig(ExpertFields, LatentFields, TokenFields):
     """A decoder.
 
     Args:
@@ -106,7 +109,8 @@ class DecoderConfig(ExpertFields, TokenFields):
       dense_width: hidden width of those; None means ``mlp_width``.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
-    :class:`ModelFields` and, of each layer, :class:`LayerFields` and :class:`ExpertFields`.
+    :class:`ModelFields` and, of each layer, :class:`LayerFields`, :class:`ExpertFields` and
+    :class:`LatentFields`.
 
     >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.head_dim, config.mlp_width, config.padded_vocab
@@ -149,7 +153,7 @@ class DecoderConfig(ExpertFields, TokenFields):
             rope_theta=self.rope_theta if self.positions == "rope" else None,
             # 2 L branches are added to the residual stream, whose variance is not to grow with L.
             residual_std=INIT_STD / (2 * self.layers) ** 0.5,
-            **self.expert_fields,
+            **fields_of(self, ExpertFields, LatentFields),
         )
 
     @functools.cached_property
@@ -195,6 +199,29 @@ _OLMOE = {
     "experts": 64,
     "experts_per_token": 8,
     "routing": "softmax",
+}
+_DEEPSEEK_V3 = {
+    "seq_len": 4096,
+    "vocab_size": 129280,
+    "norm_eps": 1e-6,
+    "rope_scaling": YarnScaling(40.0, 4096, 1.0, all_dim=1.0),
+    "rope_pairs": "adjacent",
+    "head_dim": 192,
+    "kv_rank": 512,
+    "q_rank": 1536,
+    "rope_dim": 64,
+    "v_dim": 128,
+    "dense_layers": 3,
+    "dense_width": 18432,
+    "experts": 256,
+    "experts_per_token": 8,
+    "shared_experts": 1,
+    "groups": 8,
+    "groups_per_token": 4,
+    "routing": "sigmoid",
+    "routed_scale": 2.5,
+    "balance": 1e-4,
+    "router_z": 0.0,
 }
 _GEMMA2 = {
     "vocab_size": 256000,
@@ -278,6 +305,9 @@ PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "qwen3-30b-a3b": lambda: _llama(
         layers=48, width=2048, heads=32, mlp_width=768, experts=128, **_QWEN3_MOE
     ),
+    # DeepSeek-V3 (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437) without its second head:
+    # 671,026,419,200, of which a token goes through 37.5 billion.
+    "deepseek-v3": lambda: _llama(layers=61, width=7168, heads=128, mlp_width=2048, **_DEEPSEEK_V3),
     # Gemma 2 (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888, 9,241,705,984 and
     # 27,227,128,320.
     "gemma2-2b": lambda: _gemma(_GEMMA2, layers=26, width=2304, heads=8, mlp_width=9216),
@@ -533,7 +563,8 @@ def flops_per_token(config: DecoderConfig) -> int:
     multiplied by: a table that is only looked up (learned positions, untied token embedding) is
     not in it, and of experts those that a token goes through. The attention term is that of full
     rows of ``seq_len`` tokens, not halved for causality, where T is the window if that is shorter,
-    in the layers that have it; recomputation is not counted.
+    in the layers that have it; recomputation is not counted. Where values are narrower than keys, K
+    is the mean of both.
 
     >>> flops_per_token(PRESETS["gpt2-124m"]())
     855166464
@@ -545,7 +576,8 @@ def flops_per_token(config: DecoderConfig) -> int:
     sizes = layers.parameter_sizes(init, config).items() if idle else ()
     mlps = sum(n for name, n in sizes if re.search(EXPERTS, name))
     lookups += idle * mlps // (config.experts or 1)
-    attend = 12 * config.heads * config.block.head_dim * keys_seen(config, config.seq_len)
+    features = config.block.head_dim + (config.block.v_dim or config.block.head_dim)
+    attend = 6 * config.heads * features * keys_seen(config, config.seq_len)
     return 6 * (parameter_count(config) - lookups) + attend
 
 

@@ -39,6 +39,7 @@ TILE = 128
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Keys and values of every layer and position, [L, B, G, S, K]; rows are axis 1 of every leaf.
+    Of latent attention, the latent vectors and the rotated parts of keys (G is 1).
 
     Where a mesh has more parts for heads than there are key and value heads, G counts each as often
     as it takes for every device to have those of its own query heads.
@@ -54,14 +55,14 @@ class Cache:
 
     def tiles(self, l: jax.Array) -> Tiles:
         """The keys and values of a layer."""
-        _, B, G, S, K = self.k.shape
-        size = min(S, TILE)
+        size = min(self.k.shape[3], TILE)
 
         def read(t):
-            at = (l, 0, 0, t * size, 0)
-            return tuple(
-                jax.lax.dynamic_slice(x, at, (1, B, G, size, K))[0] for x in (self.k, self.v)
-            )
+            def tile(x):
+                _, B, G, _, K = x.shape
+                return jax.lax.dynamic_slice(x, (l, 0, 0, t * size, 0), (1, B, G, size, K))[0]
+
+            return tile(self.k), tile(self.v)
 
         return Tiles(size, read)
 
@@ -187,11 +188,12 @@ class CausalDecoder:
         def layer(x_BPD, params_and_index):
             layer_params, l = params_and_index
 
-            def attend(q_BPHK, k_BPGK, v_BPGK):
+            def attend(q_BPHK, k_BPGK, v_BPGK, *latent):
                 # Padding comes after the prompt, where causal attention does not look; its keys in
                 # the cache are overwritten before any position may see them.
                 out_BPHK = attending.row_attention(self.config.block, l, q_BPHK, k_BPGK, v_BPGK)
-                return out_BPHK, tuple(_cached(x, self.config.heads) for x in (k_BPGK, v_BPGK))
+                kept = latent or (k_BPGK, v_BPGK)
+                return out_BPHK, tuple(_cached(x, self.config.heads) for x in kept)
 
             return self._layer(layer_params, l, x_BPD, None, attend)
 
@@ -219,6 +221,7 @@ class CausalDecoder:
         positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
 
         def layer(layer_params, l, x_BCD, attend):
+            attend = attend if self.config.kv_rank is None else attending.Absorbed(attend)
             return self._layer(layer_params, l, x_BCD, positions_BC, attend)
 
         batch = {"tokens": tokens_BC, "positions": positions_BC}

@@ -28,8 +28,10 @@ class Experts(nnx.Module):
     [E, D, F], ``down`` [E, F, D]."""
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
-        self.form, self.per_token = config.mlp, config.experts_per_token
-        self.routing = config.routing
+        self.form = config.mlp
+        self.how = {"per_token": config.experts_per_token, "routing": config.routing}
+        self.how |= {"groups": config.groups, "groups_per_token": config.groups_per_token}
+        self.how["scale"] = config.routed_scale
         width, hidden, E = config.width, config.mlp_width, config.experts
         # The bias is no part of the logits: it takes part in the choice alone.
         self.router = dense(width, E, rngs, bias=config.routing == "sigmoid")
@@ -44,9 +46,8 @@ class Experts(nnx.Module):
         self, x_BTD: jax.Array, choose: Callable[..., Routes] = route
     ) -> tuple[jax.Array, Routes]:
         x_BTD = gather_sequence(x_BTD)
-        how = {"per_token": self.per_token, "routing": self.routing}
-        how["bias_E"] = None if self.router.bias is None else self.router.bias.get_value()
-        routes = choose(x_BTD, self.router.kernel.get_value(), **how)
+        bias_E = None if self.router.bias is None else self.router.bias.get_value()
+        routes = choose(x_BTD, self.router.kernel.get_value(), bias_E=bias_E, **self.how)
         names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
         weights = {name: getattr(self, name).kernel.get_value() for name in names}
         for name, kernel in weights.items():

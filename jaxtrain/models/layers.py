@@ -21,7 +21,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models.attending import Attend, Attention, row_angles, row_attention
+from jaxtrain.models.attending import (
+    Attend,
+    Attention,
+    LatentAttention,
+    row_angles,
+    row_attention,
+)
 from jaxtrain.models.config import BlockConfig, TokenFields, before_stack
 from jaxtrain.models.experts import Experts, hidden_states, opened, with_routes
 from jaxtrain.models.parts import MLP, Dense, Norm, dense, fold, normal
@@ -175,7 +181,7 @@ def block(
       before: number of layers before the stack; both say whether the layer has the window.
     """
 
-    def attend(q_BTHK, k_BTGK, v_BTGK):
+    def attend(q_BTHK, k_BTGK, v_BTGK, *_):
         # The two residual branches fold in 0 and 1.
         how = {"segments_BT": segments_BT, "rng": fold(rng, 2)}
         return row_attention(config, number, q_BTHK, k_BTGK, v_BTGK, **how), None
@@ -239,7 +245,8 @@ class Block(nnx.Module):
         self.dropout, self.norm_position = config.dropout, config.norm_position
         self.first_norm = config.first_norm
         self.norm_attn = Norm(config)
-        self.attn = Attention(config, rngs=rngs)
+        attention = Attention if config.kv_rank is None else LatentAttention
+        self.attn = attention(config, rngs=rngs)
         self.norm_mlp = Norm(config)
         self.experts = None if config.experts is None else Experts(config, rngs=rngs)
         if shared := 1 if config.experts is None else config.shared_experts:

@@ -171,6 +171,11 @@ def test_routes_that_are_replayed_are_those_of_other_weights():
         ({"shared_experts": 1}, "shared_experts=1 stand beside experts that are chosen"),
         ({"experts": 4, "bias": True}, "bias=True gives dense layers biases"),
         ({"experts": 4, "balance": -1.0}, "balance=-1.0 must be at least 0"),
+        (
+            {"experts": 4, "groups": 3},
+            "groups=3 of experts=4, and groups_per_token=1",
+        ),
+        ({"experts": 8, "groups": 4, "experts_per_token": 3}, "more than the 2 experts of"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(fields, message):

@@ -118,7 +118,7 @@ def test_a_bfloat16_bias_s_gradient_is_rounded_once():
     ("changes", "message"),
     [
         ({"width": 18}, "width=18 is not divisible by heads=4"),
-        ({"head_dim": 5, "rope_theta": 1e4}, "head_dim=5 is odd; use an even head width"),
+        ({"head_dim": 5, "rope_theta": 1e4}, "head_dim=5 is odd; use an even one"),
         ({"head_dim": 0}, "head_dim=0 must be a whole number"),
         ({"norm_position": "behind"}, "norm_position='behind' is not one of pre, post, sandwich"),
         ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be a number above 0, or None"),
@@ -128,6 +128,8 @@ def test_a_bfloat16_bias_s_gradient_is_rounded_once():
         ({"local_rope_theta": 1e4}, "needs a window and rotary positions: set both"),
         ({"mlp": "tanh"}, "mlp='tanh' is not one of gelu, gelu_exact, relu, swiglu"),
         ({"causal": 1}, "causal=1 must be true or false"),
+        ({"rope_dim": 4}, "rope_dim=4 is of latent attention, and kv_rank=None"),
+        ({"kv_rank": 8, "rope_dim": 4}, "kv_rank=8 is latent attention: it needs rotary"),
     ],
 )
 def test_a_block_that_does_not_fit_is_refused(changes, message):
