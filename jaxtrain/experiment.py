@@ -43,7 +43,7 @@ class Repeated(NamedTuple):
 
 # Opens the endless stream of global batches from a step on, placed on devices; each batch is a
 # function of its step and of nothing else.
-BatchStream = Callable[[int, jax.sharding.NamedSharding], AbstractContextManager[Iterator[PyTree]]]
+BatchStream = Callable[[int, PyTree], AbstractContextManager[Iterator[PyTree]]]
 EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree | Repeated]]
 
 
@@ -115,7 +115,8 @@ class Data:
     batch: PyTree
     """The shapes and dtypes of one global batch."""
     train_batches: BatchStream
-    """Opens the stream of training batches."""
+    """Opens the stream of training batches, placed by a sharding of rows or, where the layout
+    splits more of a batch, by those of its leaves."""
     eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
     """``sharding -> batches``, one pass over the held-out ones, placed on devices, of which some
     may be :class:`Repeated`; or several passes by name, whose metrics are ``NAME/loss``; None for

@@ -49,7 +49,6 @@ from jaxtrain.run.survive.peer_group import PeerGroup, open_peer_group
 from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
 from jaxtrain.run.survive.stragglers import Stragglers
 from jaxtrain.run.survive.watchdog import Watchdog
-from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
 
@@ -327,7 +326,8 @@ def _fit(
             if early.awaits(start):  # A signal came in that evaluation: it is for the next attempt.
                 end = Ending(PREEMPTED, start)
         if start < run.steps and end is None:
-            batches = stack.enter_context(data.train_batches(start, batch_sharding(mesh)))
+            lies = build.stream_shardings(experiment, mesh)
+            batches = stack.enter_context(data.train_batches(start, lies))
             state, end = _train(run, train, state, batches, [evaluation, saving], hooks, early)
         means = _finish(run, state, end, evaluation, saving)
         end = end or stopped or Ending(DONE, int(state.step))
