@@ -235,9 +235,8 @@ class Reader:
     def model_of(self, body: Mapping[str, Any]) -> tuple[str, str | None]:
         """Returns the name of the model that is asked for, and that of the adapter, if it is one;
         raises LookupError where there is none."""
+        check_model(body, self.models)
         model = body.get("model", self.models[0])
-        if model not in self.models:
-            raise LookupError(f"model is {model!r}: ask for {' or '.join(self.models)}")
         return model, None if model == self.models[0] else model
 
     def rows(self, body: Mapping[str, Any], name: str) -> list[list[int]]:
@@ -287,6 +286,12 @@ class Reader:
             plain.append({"role": each["role"], "content": content})
         ids, _ = next(encode_marked([self.template.prompt(plain)], self.tokenizer))
         return [*self.begin[1], *ids.tolist()]
+
+
+def check_model(body: Mapping[str, Any], models: Sequence[str]) -> None:
+    """Raises LookupError where a body names none of some models; it may name none at all."""
+    if (model := body.get("model", models[0])) not in models:
+        raise LookupError(f"model is {model!r}: ask for {' or '.join(models)}")
 
 
 def checked(body: Any, known: Set[str]) -> dict[str, Any]:
