@@ -222,7 +222,9 @@ def _serve_replicas(options: ServeOptions, limits: Limits, *, name: str, **given
     try:
         for replica in replicas:
             replica.wait()
-        listen(make_front(replicas, limits=limits), name=name, **given)
+        models = name, *(each.partition("=")[0] for each in options.adapter)
+        key = os.environ.get(KEY) or None
+        listen(make_front(replicas, models, limits=limits, key=key), name=name, **given)
     finally:
         for replica in replicas:
             replica.close()
