@@ -416,9 +416,14 @@ class Writer:
         """The bytes of an event's token; an end has none."""
         if event.token in self._asked.requests[0].ends:
             return b""
-        if is_first and self._asked.begins:
+        if is_first and self._asked.begins and event.token < self._tokenizer.vocab_size:
             return self._tokenizer.decode_bytes([event.token])
-        return self._tokenizer.token_pieces([event.token])[0]
+        return self._piece(event.token)
+
+    def _piece(self, token: int) -> bytes:
+        """The bytes of a token; none of one that marks a gap in a T5's source."""
+        known = token < self._tokenizer.vocab_size
+        return self._tokenizer.token_pieces([token])[0] if known else b""
 
     def whole(self, choices: Sequence[tuple[str, list[Told], str]], written: int) -> dict[str, Any]:
         """The answer with all choices, each its text, tokens and why it ended."""
@@ -474,15 +479,18 @@ class Writer:
 
     def _chat_logprob(self, x: Told) -> dict[str, Any]:
         def one(token: int, value: float | None) -> dict[str, Any]:
-            piece = self._tokenizer.token_pieces([token])[0]
-            return {"token": self._name(token), "logprob": value, "bytes": list(piece)}
+            return {
+                "token": self._name(token),
+                "logprob": value,
+                "bytes": list(self._piece(token)),
+            }
 
         top = [one(token, value) for token, value in x.top]
         return one(x.token, x.logprob) | {"top_logprobs": top}
 
     def _name(self, token: int) -> str:
         """A name of its own for every token: its text, or its bytes, or its number."""
-        piece = self._tokenizer.token_pieces([token])[0]
+        piece = self._piece(token)
         try:
             return piece.decode() or f"<{token}>"
         except UnicodeDecodeError:

@@ -155,9 +155,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         return 0
     if isinstance(opened.model, T5Config):
         sizes = {"slots": options.slots, "readers": options.readers, "longest": options.longest}
-        # A pretrained model may have more tokens than its tokenizer, which has no text for those.
-        model = dataclasses.replace(opened.model, vocab_size=opened.tokenizer.vocab_size)
-        engine = SourceEngine(model, opened.params, mesh=mesh, **sizes)
+        engine = SourceEngine(opened.model, opened.params, mesh=mesh, **sizes)
         reader = reader_of(opened, (name,), None, engine.longest, sources=engine.sources)
         engine.warm_up()
         listen(make_app(engine, reader, **guard), name=name, **given)
