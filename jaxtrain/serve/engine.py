@@ -497,10 +497,9 @@ def row_length(model: DecoderConfig, longest: int | None, *, least: int) -> int:
     return longest
 
 
-def _key_heads(model: DecoderConfig) -> int:
+def _key_heads(model: DecoderConfig, heads: int) -> int:
     """Key heads of a page, as :func:`jaxtrain.models.decoding.pin_cache` has them on a mesh."""
     parts = split_over("heads")[1]
-    heads = model.block.kv_heads
     return int(np.lcm(heads, parts)) if model.heads % parts == 0 else heads
 
 
@@ -527,16 +526,21 @@ def unasked(model: DecoderConfig, rows: int) -> RowSampling:
 def cache_shapes(
     model: DecoderConfig, dtype: Any, pages: int, page: int, mesh: Mesh | None, kind: str | None
 ) -> Any:
-    """Shapes of the keys, or of the values, of so many pages, and where they lie."""
-    shape, place = (model.layers, pages, _key_heads(model), page, model.block.head_dim), None
+    """Shapes of the keys and of the values of so many pages, and where they lie."""
+    place = None
     if mesh is not None:
         parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
         place = NamedSharding(mesh, parts)
-    if kind is None:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    codes = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=place)
-    scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=place)
-    return Rounded(codes, scale, jnp.dtype(dtype))
+
+    def one(heads: int, features: int) -> Any:
+        shape = model.layers, pages, _key_heads(model, heads), page, features
+        if kind is None:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        codes = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=place)
+        scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=place)
+        return Rounded(codes, scale, jnp.dtype(dtype))
+
+    return tuple(one(*each) for each in model.block.cached)
 
 
 def _empty(
@@ -544,7 +548,7 @@ def _empty(
 ) -> tuple[Any, Any]:
     """Keys and values of pages that nothing has been read into."""
     dtype = params["embed"]["tokens"].dtype
-    shapes = (cache_shapes(model, dtype, pages, page, mesh, kind),) * 2
+    shapes = cache_shapes(model, dtype, pages, page, mesh, kind)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
 
 
