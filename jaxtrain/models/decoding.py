@@ -186,10 +186,11 @@ class CausalDecoder:
         def layer(x_BPD, params_and_index):
             layer_params, l = params_and_index
 
-            def attend(q_BPHK, k_BPGK, v_BPGK, *latent):
+            def attend(q_BPHK, k_BPGK, v_BPGK, *latent, **sinks):
                 # Padding comes after the prompt, where causal attention does not look; its keys in
                 # the cache are overwritten before any position may see them.
-                out_BPHK = attending.row_attention(self.config.block, l, q_BPHK, k_BPGK, v_BPGK)
+                qkv = q_BPHK, k_BPGK, v_BPGK
+                out_BPHK = attending.row_attention(self.config.block, l, *qkv, **sinks)
                 kept = latent or (k_BPGK, v_BPGK)
                 return out_BPHK, tuple(_cached(x, self.config.heads) for x in kept)
 
@@ -329,13 +330,13 @@ def _read(
     Args:
       before: the parameters of layers before the stack.
       layer: ``(layer_params, l, x_BCD, attend) -> (x_BCD, new keys and values)``.
-      attend: ``(l, q_BCHK, k_BGCK, v_BGCK, start_B, tiles) -> out_BCHK``.
+      attend: ``(l, q_BCHK, k_BGCK, v_BGCK, start_B, tiles) -> out_BCHK``; sinks by name.
     """
 
     def step(x_BCD, params_and_index):
         layer_params, l = params_and_index
 
-        def attend_and_keep(q_BCHK, *new):
+        def attend_and_keep(q_BCHK, *new, **sinks):
             heads, dtype = q_BCHK.shape[2], cache.k.dtype
             new = [_cached(x, heads).swapaxes(1, 2).astype(dtype) for x in new]
             kept, seen = new, new
@@ -344,7 +345,7 @@ def _read(
             ):  # A position reads of its own chunk what later ones do.
                 kept = [Rounded.of(x) for x in new]
                 seen = [x[:] for x in kept]
-            return attend(l, q_BCHK, *seen, start_B, cache.tiles(l)), kept
+            return attend(l, q_BCHK, *seen, start_B, cache.tiles(l), **sinks), kept
 
         return layer(layer_params, l, x_BCD, attend_and_keep)
 

@@ -65,9 +65,12 @@ def _by_heads(kernel: Kernel, parts: int, q_BTHK, k_BSGK, v_BSGK, mask: Mask) ->
 
     q_BTHK = exchange(q_BTHK, "heads")
     k_BSGK, v_BSGK = (exchange(x, "kv_heads") for x in (k_BSGK, v_BSGK))
-    axes = {"segments": "batch", "key_segments": "batch", "bias": "attend_heads"}
+    axes = {"segments": "batch", "key_segments": "batch"}
+    axes |= dict.fromkeys(("bias", "sinks"), "attend_heads")
     parts_of_mask = ((name, getattr(mask, name)) for name in axes)
-    whole = {n: constrain(x, axes[n], None) for n, x in parts_of_mask if x is not None}
+    whole = {
+        n: constrain(x, axes[n], *[None] * (x.ndim - 1)) for n, x in parts_of_mask if x is not None
+    }
     out_BTHK = kernel(q_BTHK, k_BSGK, v_BSGK, dataclasses.replace(mask, **whole))
     out_BTHK = constrain(out_BTHK, "batch", None, "attend_heads", None)
     return constrain(out_BTHK, "batch", "sequence", "heads", None)
