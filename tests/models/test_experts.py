@@ -10,9 +10,13 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from experiments.language import Source
+from jaxtrain import hf
 from jaxtrain.jaxprs import equations
 from jaxtrain.models import decoder
 from jaxtrain.models.config import BlockConfig
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.experts import upcycled
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.ops.routing import TINY
 from tests import problems
@@ -76,6 +80,39 @@ def test_equal_experts_are_one_mlp():
     whole = jax.tree.map(lambda x, stack: jnp.concatenate([x[None], stack]), first, rest)
     one = loss_of(dense)(params | {"blocks": whole}, batch)
     np.testing.assert_allclose(loss_of(shared)(params, batch).total, one.total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("of_files", [False, True])
+def test_a_mixture_begins_as_the_dense_model_that_it_is_made_of(of_files, tmp_path):
+    """GPT-2's form, biases and all, from a folder, on a mesh that splits its experts; Llama's from
+    arrays."""
+    small = {"experts": None, "vocab_size": 61, "seq_len": 16, "layers": 2, "width": 32, "heads": 4}
+    form = DecoderConfig(**small) if of_files else dataclasses.replace(MOE, experts=None)
+    dense = problems.with_noise(decoder.init(form, jax.random.key(0)), 0.1)
+    config = dataclasses.replace(form, experts=4)
+    params = upcycled(dense, 4)
+    if of_files:
+        hf.save(tmp_path, form, dense)
+        params = Source(str(tmp_path), form, is_run=False).weights(config)
+    state = jt.init_state(
+        functools.partial(decoder.init, config),
+        optax.sgd(0.1),
+        jax.random.key(1),
+        params=params,
+        mesh=jt.make_mesh(fsdp=2, expert=4),
+        rules=decoder.RULES,
+    )
+    blocks = state.params["blocks"]["experts"]
+    assert float(jnp.abs(blocks["router"]["kernel"]).min()) > 0
+    assert blocks["up"]["kernel"].shape == (2, 4, 32, config.mlp_width)
+    tokens = batch_of()["tokens"]
+    alone = jax.tree.map(np.asarray, state.params)
+    found, wanted = (
+        jax.jit(functools.partial(decoder.logits, c))(p, tokens)
+        for c, p in ((config, alone), (form, dense))
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(wanted).max() > 0.5
 
 
 @pytest.mark.parametrize(
@@ -169,7 +206,7 @@ def test_routes_that_are_replayed_are_those_of_other_weights():
     [
         ({"experts": 4, "experts_per_token": 5}, "experts_per_token=5 is more than experts=4"),
         ({"shared_experts": 1}, "shared_experts=1 stand beside experts that are chosen"),
-        ({"experts": 4, "bias": True}, "bias=True gives dense layers biases"),
+        ({"experts": 4, "bias": True, "routing": "sigmoid"}, "bias=True gives a router a bias"),
         ({"experts": 4, "balance": -1.0}, "balance=-1.0 must be at least 0"),
         (
             {"experts": 4, "groups": 3},
