@@ -16,7 +16,9 @@ from jaxtrain.jaxprs import equations
 from jaxtrain.models import decoder
 from jaxtrain.models.config import BlockConfig
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoding import Cache, decoder_of
 from jaxtrain.models.experts import upcycled
+from jaxtrain.models.generate import generate_with_routes
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.ops.routing import TINY
 from tests import problems
@@ -82,7 +84,7 @@ def test_equal_experts_are_one_mlp():
     np.testing.assert_allclose(loss_of(shared)(params, batch).total, one.total, rtol=1e-5)
 
 
-@pytest.mark.parametrize("of_files", [False, True])
+@pytest.mark.parametrize("of_files", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_mixture_begins_as_the_dense_model_that_it_is_made_of(of_files, tmp_path):
     """GPT-2's form, biases and all, from a folder, on a mesh that splits its experts; Llama's from
     arrays."""
@@ -188,6 +190,7 @@ def test_no_backward_pass_chooses_again(remat):
     assert sum(eqn.primitive.name == "top_k" for eqn in equations(jaxpr)) == 1
 
 
+@pytest.mark.slow
 def test_routes_that_are_replayed_are_those_of_other_weights():
     params, batch = params_of(MOE), batch_of()
     routes = decoder.routes(MOE, params, batch)
@@ -199,6 +202,49 @@ def test_routes_that_are_replayed_are_those_of_other_weights():
     assert (decoder.routes(MOE, other, batch | {"routes": routes}) == routes).all()
     again, first = (loss_of(MOE)(params, x).total for x in (batch | {"routes": routes}, batch))
     np.testing.assert_allclose(again, first, rtol=1e-6)
+
+
+def test_a_trainer_follows_the_routes_that_a_sampler_recorded():
+    """Whose weights are rounded to bfloat16, so that some tokens have other experts: by its routes
+    the log-probabilities of what it has drawn are off by rounding, and not by another expert."""
+    config = dict(layers=3, dense_layers=1, experts=8, experts_per_token=1, positions="rope")
+    config = dataclasses.replace(MOE, **config)
+    params = problems.with_noise(decoder.init(config, jax.random.key(0)), 0.1)
+    router = params["blocks"]["experts"]["router"]
+    kernel = router["kernel"][..., ::2]  # pairs of experts that are almost equally probable
+    router["kernel"] = jnp.stack([kernel, kernel * (1 + 2**-10)], -1).reshape(2, 32, 8)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    given = np.random.default_rng(0).integers(0, 61, (4, 6))
+    lengths, rows = np.array([6, 3, 6, 1]), np.arange(4)[:, None]
+    drawn = {"prompt_lengths": lengths, "rng": jax.random.key(1), "max_new_tokens": 10}
+    new, routes = generate_with_routes(config, rounded, given, **drawn)
+    assert routes.shape == (4, 2, 15, 1)
+    at = lengths[:, None] + np.arange(10)
+    text = np.pad(given, ((0, 0), (0, 10)))
+    text[rows, at] = new
+    batch = {"tokens": jnp.asarray(text[:, :-1]), "targets": jnp.asarray(text[:, 1:])}
+
+    def sampled(params):
+        empty = (jnp.zeros((3, 4, heads, 15, k), jnp.bfloat16) for heads, k in config.block.cached)
+        start_B, count_B = jnp.zeros(4, int), jnp.full(4, 15)
+        read = Cache(*empty), batch["tokens"], start_B, count_B
+        logits_BTV, _ = decoder_of(config).extend_every(params, *read)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), batch["targets"][..., None], 2)
+
+    @jax.jit
+    def trained(params, batch):
+        return decoder.log_probs(config, params, decoder.run(config, params, batch), batch)
+
+    wanted = jax.jit(sampled)(rounded)[..., 0][rows, at - 1]
+    own = decoder.routes(config, params, batch)
+    other = (np.sort(own) != np.sort(routes)).any((1, 3))[rows, at - 1]
+    assert 0.1 < other.mean() < 0.9
+    apart = [
+        np.abs(trained(params, x)[rows, at - 1] - wanted).max()
+        for x in (batch, batch | {"routes": routes})
+    ]
+    assert apart[1] < 0.02, apart
+    assert apart[0] > 4 * apart[1], apart
 
 
 @pytest.mark.parametrize(
