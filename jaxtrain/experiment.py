@@ -20,6 +20,7 @@ from jaxtrain.engines.plain import Engine, as_engine, plain
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.method import Method
 from jaxtrain.ops.attention import preferred
+from jaxtrain.ops.context import exchange
 from jaxtrain.ops.remat import keeping, layout_keeps
 from jaxtrain.optim import freezing
 from jaxtrain.optim.masks import Mask
@@ -42,7 +43,7 @@ class Repeated(NamedTuple):
 
 # Opens the endless stream of global batches from a step on, placed on devices; each batch is a
 # function of its step and of nothing else.
-BatchStream = Callable[[int, jax.sharding.NamedSharding], AbstractContextManager[Iterator[PyTree]]]
+BatchStream = Callable[[int, PyTree], AbstractContextManager[Iterator[PyTree]]]
 EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree | Repeated]]
 
 
@@ -114,7 +115,8 @@ class Data:
     batch: PyTree
     """The shapes and dtypes of one global batch."""
     train_batches: BatchStream
-    """Opens the stream of training batches."""
+    """Opens the stream of training batches, placed by a sharding of rows or, where the layout
+    splits more of a batch, by those of its leaves."""
     eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
     """``sharding -> batches``, one pass over the held-out ones, placed on devices, of which some
     may be :class:`Repeated`; or several passes by name, whose metrics are ``NAME/loss``; None for
@@ -293,9 +295,14 @@ def lay_out(experiment: Experiment) -> Laid:
                     f"`{name}` is {value!r} and the loss of experiment {experiment.name!r} is not "
                     "made of stages, whose layers that is for: leave it out"
                 )
+    if layout.exchange is not None and layout.mesh.context == 1:
+        raise ValueError(
+            f"`exchange` is {layout.exchange!r} and mesh axis 'context' has size 1, so that no "
+            "device has a part of a row: use --mesh.context, or leave it out"
+        )
     if not layout.sequence_parallel:
         rules = dataclasses.replace(rules, axes=dict(rules.axes) | {"residual": "context"})
-    contexts = {preferred: layout.attention, layout_keeps: layout.remat}
+    contexts = {preferred: layout.attention, exchange: layout.exchange, layout_keeps: layout.remat}
     wrap = functools.partial(_within, {c: x for c, x in contexts.items() if x is not None})
     made = {name: wrap(getattr(task, name)) for name in ("loss_fn", "eval_loss_fn")}
     stack = rules.stacked

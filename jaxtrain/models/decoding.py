@@ -129,10 +129,12 @@ class Decoder(Protocol):
     Args:
       stacks: names of the parameters that are stacks of layers, gathered a layer at a time.
       eod: the token that ends a row where the caller names none; None continues every row.
+      log_softmax: makes log-probabilities of logits.
     """
 
     stacks: Sequence[str]
     eod: int | None
+    log_softmax: Callable[[jax.Array], jax.Array]
 
     def rows(self, tokens_BP: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the rows [B, T] that new tokens continue, with their lengths [B], which prefill
@@ -185,7 +187,7 @@ class CausalDecoder:
 
     config: DecoderConfig
     record: bool = False
-    stacks, eod = ("blocks",), None
+    stacks, eod, log_softmax = ("blocks",), None, staticmethod(jax.nn.log_softmax)
 
     def rows(self, tokens_BP, lengths_B):
         return tokens_BP, lengths_B
@@ -220,6 +222,10 @@ class CausalDecoder:
         """As :meth:`extend`, with the logits after every token, [B, C, V]."""
         x_BCD, cache = self._extended(params, cache, tokens_BC, start_B, count_B)
         return decoder.head_logits(self.config, params, x_BCD), cache
+
+    def logits(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
+        """The logits [B, T, V] float32 after every token of whole rows."""
+        return decoder.logits(self.config, params, tokens_BT)
 
     def _extended(self, params, cache, tokens_BC, start_B, count_B):
         positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
@@ -263,12 +269,23 @@ class SourceDecoder:
     read once, and its rows are targets."""
 
     config: T5Config
-    stacks, eod = ("encoder", "decoder"), 1
+    stacks, eod, log_softmax = ("encoder", "decoder"), 1, staticmethod(jax.nn.log_softmax)
 
     def rows(self, tokens_BP, lengths_B):
         return jnp.full((len(tokens_BP), 1), START, jnp.int32), jnp.ones_like(lengths_B)
 
     def prefill(self, params, tokens_BP, lengths_B, *, room):
+        k, v = self.read(params, tokens_BP, lengths_B)
+        empty = pin_cache(jnp.zeros((*k.shape[:3], cache_length(room), k.shape[4]), k.dtype))
+        start_B1, one_B = self.rows(tokens_BP, lengths_B)
+        cache = Cache(empty, empty, (k, v, lengths_B[None]))
+        return self.extend(params, cache, start_B1, jnp.zeros_like(one_B), one_B)
+
+    def read(
+        self, params: Any, tokens_BP: jax.Array, lengths_B: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The keys and the values of sources, [L, B, G, P, K], which every token of a target
+        sees."""
         segments = (jnp.arange(tokens_BP.shape[1]) < lengths_B[:, None]).astype(jnp.int32)
         batch = {"source": tokens_BP, "source_segments": segments}
         memory_BPD = encoded(self.config, params, batch)
@@ -283,11 +300,24 @@ class SourceDecoder:
             return None, attention(memory_BPD[:, :1], None, keep, memory_BPD)[1]
 
         _, kv_LBPGK = jax.lax.scan(layer, None, params["decoder"]["cross"])
-        k, v = (pin_cache(x.transpose(0, 1, 3, 2, 4)) for x in kv_LBPGK)
-        empty = pin_cache(jnp.zeros((*k.shape[:3], cache_length(room), k.shape[4]), k.dtype))
-        start_B1, one_B = self.rows(tokens_BP, lengths_B)
-        cache = Cache(empty, empty, (k, v, lengths_B[None]))
-        return self.extend(params, cache, start_B1, jnp.zeros_like(one_B), one_B)
+        return tuple(pin_cache(x.transpose(0, 1, 3, 2, 4)) for x in kv_LBPGK)
+
+    def empty(self, rows: int, sources: int, targets: int, dtype: Any) -> Cache:
+        """A cache of rows for sources and targets of at most so many tokens."""
+        block, L = self.config.decoder, self.config.decoder_layers
+        G = math.lcm(block.kv_heads, split_over("heads")[1])
+        k, source = (
+            jnp.zeros((L, rows, G, length, block.head_dim), dtype)
+            for length in (cache_length(targets), sources)
+        )
+        lengths_1B = jnp.ones((1, rows), jnp.int32)
+        return self.pinned(Cache(k, k, (source, source, lengths_1B)))
+
+    def pinned(self, cache: Cache) -> Cache:
+        """A cache whose keys and values lie where :func:`pin_cache` has them."""
+        *source, lengths_1B = cache.source
+        k, v, *source = map(pin_cache, (cache.k, cache.v, *source))
+        return Cache(k, v, (*source, lengths_1B))
 
     def extend(self, params, cache, tokens_BC, start_B, count_B):
         S, (source_k, source_v, lengths_1B) = cache.k.shape[3], cache.source

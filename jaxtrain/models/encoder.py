@@ -31,7 +31,7 @@ from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import decoder, layers, parts
 from jaxtrain.models.config import Activation, BlockConfig, TokenFields, keys_seen
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
-from jaxtrain.ops.linear import through
+from jaxtrain.ops.linear import apply_kernel
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.sharding.placement import constrain, pin_residual, whole_rows
 from jaxtrain.sharding.rules import OptionalRules
@@ -193,7 +193,7 @@ class Embed(layers.Embed):
         # A product: of few rows it costs nothing, and sums its gradient in float32.
         one_hot_BTS = jax.nn.one_hot(types_BT, self.types.shape[0], dtype=x_BTD.dtype)
         # Whole, as the other tables' width is: in a pipeline only one stage could exchange parts.
-        types_ND = through(_whole_product, parts.rows(one_hot_BTS), self.types.get_value())
+        types_ND = apply_kernel(_whole_product, parts.rows(one_hot_BTS), self.types.get_value())
         return self.norm(x_BTD + types_ND.reshape(*types_BT.shape, -1))
 
 

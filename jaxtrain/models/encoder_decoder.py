@@ -35,7 +35,7 @@ from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import attending, decoder, layers, parts
 from jaxtrain.models.config import INIT_STD, Activation, BlockConfig, TokenFields, fill
 from jaxtrain.ops.attention import attention
-from jaxtrain.ops.lookup import look_up
+from jaxtrain.ops.lookup import embed_lookup
 from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import drop
 from jaxtrain.sharding.placement import constrain, gather, pin_residual
@@ -165,7 +165,7 @@ class DistanceBias(nnx.Module):
         self.table = nnx.Param(parts.normal(rngs, config.buckets, config.heads))
 
     def __call__(self, buckets_O: jax.Array) -> jax.Array:
-        return constrain(look_up(buckets_O, self.table.get_value()).T, "heads", None)
+        return constrain(embed_lookup(buckets_O, self.table.get_value()).T, "heads", None)
 
 
 def init(config: T5Config, rng: jax.Array) -> dict[str, Any]:

@@ -54,6 +54,12 @@ class Experts(nnx.Module):
         routes = choose(x_BTD, self.router.kernel.get_value(), **how)
         names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
         weights = {name: getattr(self, name).kernel.get_value() for name in names}
+        for name, kernel in weights.items():
+            if not hasattr(kernel, "dtype"):
+                raise ValueError(
+                    f"parameter 'experts/{name}/kernel' is a {type(kernel).__name__} kernel, and "
+                    "experts multiply arrays alone: narrow the pattern that chose it"
+                )
         if self.up.bias is not None:
             entering = {name: getattr(self, name).bias for name in names if name != "down"}
             weights |= {f"{name}_bias": bias.get_value() for name, bias in entering.items()}

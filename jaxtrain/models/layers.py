@@ -32,7 +32,7 @@ from jaxtrain.models.config import BlockConfig, TokenFields, before_stack
 from jaxtrain.models.experts import Experts, hidden_states, opened, with_routes
 from jaxtrain.models.parts import MLP, Dense, Norm, dense, fold, normal
 from jaxtrain.ops.linear import matmul_float32
-from jaxtrain.ops.lookup import look_up
+from jaxtrain.ops.lookup import embed_lookup
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.remat import keeping, layout_keeps
@@ -228,10 +228,14 @@ class Embed(nnx.Module):
         self.factor = config.width**0.5 if config.embed_scale else None
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        x_BTD = look_up(tokens_BT, self.tokens.get_value(), "vocab")
+        x_BTD = embed_lookup(tokens_BT, self.tokens.get_value(), "vocab")
         if self.factor is not None:
             x_BTD *= jnp.asarray(self.factor, x_BTD.dtype)
-        return x_BTD + look_up(positions_BT, self.positions.get_value()) if self.learned else x_BTD
+        return (
+            x_BTD + embed_lookup(positions_BT, self.positions.get_value())
+            if self.learned
+            else x_BTD
+        )
 
 
 class Block(nnx.Module):

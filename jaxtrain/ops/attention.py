@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.decisions import Kernel, Kind, Reason, Why
+from jaxtrain.decisions import Kernel, Kind, Positions, Reason, Why
 from jaxtrain.ops import context, per_device, splash
 from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import wide
@@ -121,7 +121,9 @@ def attention(
     dropout = 0.0 if rng is None else dropout
     implementation = preferred.value if implementation == "auto" else implementation
     form = {"mask": mask, "softcap": softcap, "dropout": dropout}
-    chosen = _choose_here(implementation, q_BTHK, S, form)
+    found = context.exchanged(q_BTHK, k_BSGK, mask, draws=dropout > 0)
+    chosen = _choose_here(implementation, q_BTHK, S, form, found)
+    split = {"found": found, "softcap": softcap}
     if scale is not None:
         # The factor itself, in bfloat16, would be off by the same part of a thousand everywhere.
         scaled = q_BTHK.astype(wide(q_BTHK.dtype)) * (scale * q_BTHK.shape[-1] ** 0.5)
@@ -132,10 +134,10 @@ def attention(
         kernel = functools.partial(KERNELS[chosen].compute, softcap=softcap)
         run = functools.partial(per_device.on_each_device, kernel)
         kernel = lambda *qkv_mask: qkv_mask[-1].either(run, *qkv_mask[:-1])  # noqa: E731
-        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, draws=dropout > 0)
+        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, **split)
     kernel = functools.partial(tiled_attention, softcap=softcap, dropout=dropout, rng=rng)
     with jax.named_scope(KERNEL_SCOPE):
-        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, draws=dropout > 0)
+        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, **split)
 
 
 def choose(implementation: str, **shape: Any) -> str:
@@ -262,12 +264,19 @@ class AheadOfTimeWarning(UserWarning):
     """A program compiled for a chip that is not here differs from the one that would run there."""
 
 
-def _choose_here(implementation: str, q_BTHK, keys: int, form: Mapping[str, Any]) -> str:
+def _choose_here(
+    implementation: str, q_BTHK, keys: int, form: Mapping[str, Any], found: Positions | None
+) -> str:
     B, T, H, K = q_BTHK.shape
     shape = {"dtype": q_BTHK.dtype, "head_dim": K, "length": T, "sizes": (B, H, keys)}
     choice = _choose(implementation, **shape, **form)
     if choice.used != "xla" and differentiated_twice.value:
         choice = Kernel("xla", choice.used, Why.ONE_GRADIENT())
+    if choice.used != "xla" and found is not None and found.exchanged != "heads":
+        need = Why.WHOLE_ROWS(axes=" x ".join(per_device.split_over("sequence")[0]))
+        if implementation != "auto":
+            raise ValueError(f"attention={implementation!r} needs {need}; use 'xla' or 'auto'")
+        choice = Kernel("xla", choice.used, need)
     report_finding(Kind.ATTENTION, choice)
     if choice.need is not None:
         _say_once(f"attention: xla, because {choice.wanted} needs {choice.need}")

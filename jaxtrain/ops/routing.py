@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops.linear import through
+from jaxtrain.ops.linear import apply_kernel
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.placement import constrain
 
@@ -101,7 +101,7 @@ def route(
     # A padding token may be anything, and 0 x NaN is NaN: its gradient is cut here too.
     x_BTD = jnp.where(live_BT1, x_BTD, 0)
     dtype = wide(x_BTD.dtype)
-    logits_BTE = through(_exact, x_BTD.astype(dtype), kernel_DE)
+    logits_BTE = apply_kernel(_exact, x_BTD.astype(dtype), kernel_DE)
     if shift_E is not None:
         logits_BTE += shift_E.astype(dtype)
     logits_BTE, E = constrain(logits_BTE, "batch", "sequence", None), logits_BTE.shape[-1]

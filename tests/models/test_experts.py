@@ -267,3 +267,10 @@ def test_a_config_that_cannot_be_is_refused(fields, message):
     for own, message in (({"dense_layers": 2}, "use fewer"), ({"dense_width": 8}, "set both")):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(MOE, **own)
+
+
+def test_a_recipe_for_experts_is_refused():
+    policy = dataclasses.replace(jt.Policy.named("fp8"), recipe_in="experts/(up|down)")
+    loss_fn, params = decoder.loss_fn(MOE), policy.cast_to_compute(params_of(MOE))
+    with pytest.raises(ValueError, match="'experts/up/kernel' is a Scaled kernel, and experts"):
+        jax.eval_shape(lambda params: loss_fn(params, batch_of(), None), params)
