@@ -184,6 +184,7 @@ class AttentionFields:
       kv_rank: features of that vector; None means attention as usual, and none of the others.
       q_rank: features of the vector that queries are made of; None means the residual stream.
       rope_dim: features of a head, its last ones, that are rotated; a key's are those of all heads.
+        None means about a third.
       v_dim: features of a head's values; None means ``head_dim``.
       rope_pairs: which features are rotated together: those of both halves, or neighbours.
     """
@@ -203,7 +204,7 @@ class AttentionFields:
                         f"{name}={value} is of latent attention, and kv_rank=None: set both"
                     )
             return
-        fill(self, v_dim=self.head_dim)
+        fill(self, v_dim=self.head_dim, rope_dim=2 * (self.head_dim // 6))
         lacks = self.rope_theta is None or self.rope_dim is None or self.rope_dim >= self.head_dim
         if self.v_dim > self.head_dim or self.kv_heads != self.heads:
             lacks = True

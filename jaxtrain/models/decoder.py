@@ -187,6 +187,18 @@ def tiny_moe() -> DecoderConfig:
     return dataclasses.replace(tiny(), experts=8, mlp_width=384)
 
 
+def tiny_deepseek() -> DecoderConfig:
+    """``tiny`` in the form of DeepSeek-V3: latent attention, a dense layer, then groups of experts
+    chosen by biased sigmoids, and a shared one."""
+    return dataclasses.replace(
+        tiny(),
+        **{"kv_rank": 64, "q_rank": 96, "rope_pairs": "adjacent"},
+        **{"dense_layers": 1, "dense_width": 768, "experts": 8, "mlp_width": 192},
+        **{"shared_experts": 2, "groups": 4, "groups_per_token": 2, "routing": "sigmoid"},
+        balance=1e-4,
+    )
+
+
 # Rows of the length that most of their training has had.
 _LLAMA1B = {"kv_heads": 4, "seq_len": 2048}
 _LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
@@ -296,6 +308,7 @@ def _gemma(family: Mapping[str, Any], *, heads: int, **shape: int) -> DecoderCon
 PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "tiny": tiny,
     "tiny-moe": tiny_moe,
+    "tiny-deepseek": tiny_deepseek,
     # GPT-2 small (Radford et al. 2019): 124,439,808.
     "gpt2-124m": lambda: DecoderConfig(
         vocab_size=50257, seq_len=1024, layers=12, width=768, heads=12

@@ -386,6 +386,7 @@ def test_presets_have_the_published_sizes():
     } == {
         "tiny": decoder.parameter_count(decoder.tiny()),
         "tiny-moe": decoder.parameter_count(decoder.tiny_moe()),
+        "tiny-deepseek": decoder.parameter_count(decoder.tiny_deepseek()),
         "gpt2-124m": 124_439_808,
         "llama-1b": 1_100_048_384,
         "llama-7b": 6_738_415_616,
