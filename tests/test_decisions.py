@@ -89,6 +89,7 @@ REACHED = {
     Why.NO_LEADING_ROWS: lambda: traced(rules=[("^x$", (None, None))]),
     Why.INDIVISIBLE: lambda: traced(**{k: v[:24] for k, v in losses.rows().items()}),
     Why.CHIP: lambda: ops._obstacle("cudnn", backend="tpu"),
+    Why.NO_SINKS: lambda: kernel(mask=Mask(sinks=np.ones(2))),
     Why.NO_BIAS: lambda: kernel(mask=Mask(bias=np.ones((2, 255)))),
     Why.OWN_KEYS: lambda: kernel(mask=Mask(key_segments=np.ones((8, 128)))),
     Why.NO_DROPOUT: lambda: kernel(dropout=0.1),

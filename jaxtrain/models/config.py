@@ -163,10 +163,10 @@ class ExpertFields:
                 f"groups_per_token={self.groups_per_token} groups: use at most that"
             )
         check_positive(self, "routed_scale")
-        if self.bias:
+        if self.bias and self.routing == "sigmoid":
             raise ValueError(
-                "bias=True gives dense layers biases, which experts do not have: use bias=False "
-                "(and qkv_bias=True, for those of attention)"
+                "bias=True gives a router a bias, and routing='sigmoid' has one of its own, which "
+                "balances: use bias=False (and qkv_bias=True, for those of attention)"
             )
         for name in ("balance", "router_z"):
             if not 0.0 <= getattr(self, name) < float("inf"):
@@ -174,19 +174,22 @@ class ExpertFields:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentFields:
-    """Fields that a decoder's config shares with the config of its layers: multi-head latent
-    attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), whose keys and values are made
-    of one vector per token, which is what a cache holds.
+class AttentionFields:
+    """Fields that a decoder's config shares with the config of its layers: attention sinks, or
+    multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), whose keys and
+    values are made of one vector per token, which is what a cache holds.
 
     Args:
-      kv_rank: features of that vector; None means attention as usual, and no others of these.
+      sinks: each head has a score that takes part in every softmax and has no key, which trains.
+      kv_rank: features of that vector; None means attention as usual, and none of the others.
       q_rank: features of the vector that queries are made of; None means the residual stream.
       rope_dim: features of a head, its last ones, that are rotated; a key's are those of all heads.
+        None means about a third.
       v_dim: features of a head's values; None means ``head_dim``.
       rope_pairs: which features are rotated together: those of both halves, or neighbours.
     """
 
+    sinks: bool = False
     kv_rank: int | None = None
     q_rank: int | None = None
     rope_dim: int | None = None
@@ -201,18 +204,20 @@ class LatentFields:
                         f"{name}={value} is of latent attention, and kv_rank=None: set both"
                     )
             return
-        fill(self, v_dim=self.head_dim)
+        fill(self, v_dim=self.head_dim, rope_dim=2 * (self.head_dim // 6))
         lacks = self.rope_theta is None or self.rope_dim is None or self.rope_dim >= self.head_dim
-        if lacks or self.v_dim > self.head_dim or self.kv_heads != self.heads or self.qk_norm:
+        if self.v_dim > self.head_dim or self.kv_heads != self.heads:
+            lacks = True
+        if lacks or self.qk_norm or self.sinks:
             raise ValueError(
                 f"kv_rank={self.kv_rank} is latent attention: it needs rotary positions, rope_dim="
                 f"{self.rope_dim} below head_dim={self.head_dim}, v_dim={self.v_dim} of at most "
-                "that, kv_heads as heads, and no qk_norm"
+                "that, kv_heads as heads, and neither qk_norm nor sinks"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig(ExpertFields, LatentFields, LayerFields):
+class BlockConfig(ExpertFields, AttentionFields, LayerFields):
     """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
 
     Decoders, encoders and vision transformers are made of the same blocks. The defaults are

@@ -181,9 +181,9 @@ def block(
       before: number of layers before the stack; both say whether the layer has the window.
     """
 
-    def attend(q_BTHK, k_BTGK, v_BTGK, *_):
+    def attend(q_BTHK, k_BTGK, v_BTGK, *_, **sinks):
         # The two residual branches fold in 0 and 1.
-        how = {"segments_BT": segments_BT, "rng": fold(rng, 2)}
+        how = {"segments_BT": segments_BT, "rng": fold(rng, 2)} | sinks
         return row_attention(config, number, q_BTHK, k_BTGK, v_BTGK, **how), None
 
     x, x_BTD, number = x_BTD, hidden_states(x_BTD), before + index

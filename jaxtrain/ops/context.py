@@ -67,6 +67,10 @@ def exchanged(q_BTHK: jax.Array, k_BSGK: jax.Array, mask: Mask, *, draws: bool) 
         raise ValueError(
             f"{said}, and attention with {what} cannot gather keys instead: use a divisor of {H}"
         )
+    if asked == "ring" and mask.sinks is not None:
+        raise ValueError(
+            "`exchange` is 'ring', and attention has sinks, which it lacks: use 'keys'"
+        )
     if asked is not None:
         if asked == "ring" and B % rows:
             raise ValueError(
@@ -75,7 +79,7 @@ def exchanged(q_BTHK: jax.Array, k_BSGK: jax.Array, mask: Mask, *, draws: bool) 
             )
         return Positions(asked, Why.ASKED())
     positions = T // parts
-    if B % rows == 0 and positions * (H // G) >= HIDES_A_RING:
+    if B % rows == 0 and positions * (H // G) >= HIDES_A_RING and mask.sinks is None:
         return Positions("ring", Why.LONG_ROWS(**facts, positions=positions))
     return Positions("keys", Why.FEW_HEADS(**facts))
 
@@ -114,9 +118,12 @@ def _by_heads(kernel: Kernel, parts: int, q_BTHK, k_BSGK, v_BSGK, mask: Mask) ->
 
     q_BTHK = exchange(q_BTHK, "heads")
     k_BSGK, v_BSGK = (exchange(x, "kv_heads") for x in (k_BSGK, v_BSGK))
-    axes = {"segments": "batch", "key_segments": "batch", "bias": "attend_heads"}
+    axes = {"segments": "batch", "key_segments": "batch"}
+    axes |= dict.fromkeys(("bias", "sinks"), "attend_heads")
     parts_of_mask = ((name, getattr(mask, name)) for name in axes)
-    whole = {n: constrain(x, axes[n], None) for n, x in parts_of_mask if x is not None}
+    whole = {
+        n: constrain(x, axes[n], *[None] * (x.ndim - 1)) for n, x in parts_of_mask if x is not None
+    }
     out_BTHK = kernel(q_BTHK, k_BSGK, v_BSGK, dataclasses.replace(mask, **whole))
     out_BTHK = constrain(out_BTHK, "batch", None, "attend_heads", None)
     return constrain(out_BTHK, "batch", "sequence", "heads", None)

@@ -31,6 +31,9 @@ class Mask:
         [T, S] but within a tile. The xla form alone has it.
       windowed: bool scalar, where it is not known while tracing whether the window holds: both
         forms are compiled, and a branch takes one; there can be no bias.
+      sinks: [H], a score per head that takes part in each softmax and has no key: what attention
+        adds up to falls below 1 (Xiao et al. 2023, https://arxiv.org/abs/2309.17453; GPT-OSS). The
+        xla form alone has them.
       positions: int32 [T], of the queries among the keys; None means 0 .. T - 1. The xla form alone
         has them, and then no bias; they are given where a device has some of the queries.
     """
@@ -41,6 +44,7 @@ class Mask:
     key_segments: jax.Array | None = None
     bias: jax.Array | None = None
     windowed: jax.Array | None = None
+    sinks: jax.Array | None = None
     positions: jax.Array | None = None
 
     def check(self, T: int, S: int, H: int) -> None:
@@ -59,12 +63,18 @@ class Mask:
                 f"bias has shape {self.bias.shape}: give ({H}, {S + T - 1}), a number per head and "
                 "distance"
             )
+        if self.sinks is not None and self.sinks.shape != (H,):
+            raise ValueError(
+                f"sinks have shape {self.sinks.shape}: give ({H},), a score per query head"
+            )
 
     @property
     def only_xla(self) -> Reason | None:
         """What a fused kernel would need of the mask, if it lacks that."""
         if self.bias is not None:
             return Why.NO_BIAS()
+        if self.sinks is not None:
+            return Why.NO_SINKS()
         return None if self.key_segments is None else Why.OWN_KEYS()
 
     @property

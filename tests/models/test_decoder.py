@@ -386,6 +386,7 @@ def test_presets_have_the_published_sizes():
     } == {
         "tiny": decoder.parameter_count(decoder.tiny()),
         "tiny-moe": decoder.parameter_count(decoder.tiny_moe()),
+        "tiny-deepseek": decoder.parameter_count(decoder.tiny_deepseek()),
         "gpt2-124m": 124_439_808,
         "llama-1b": 1_100_048_384,
         "llama-7b": 6_738_415_616,
@@ -397,6 +398,8 @@ def test_presets_have_the_published_sizes():
         "mixtral-8x7b": 46_702_792_704,
         "olmoe-1b-7b": 6_919_161_856,
         "qwen3-30b-a3b": 30_532_122_624,
+        "gpt-oss-20b": 20_914_757_184,
+        "gpt-oss-120b": 116_829_156_672,
         "deepseek-v3": 671_026_419_200,
         "gemma2-2b": 2_614_341_888,
         "gemma2-9b": 9_241_705_984,

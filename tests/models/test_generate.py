@@ -54,6 +54,18 @@ FORMS["deepseek"] = DecoderConfig(
     dense_width=20,
     rope_scaling=YarnScaling(4.0, 8, 1.0, all_dim=1.0),
 )
+FORMS["gpt oss"] = DecoderConfig(
+    **SIZES,
+    kv_heads=2,
+    sinks=True,
+    window=3,
+    window_pattern=(True, False),
+    positions="rope",
+    norm="rmsnorm",
+    mlp="swiglu_clamped",
+    experts=4,
+    mlp_width=6,
+)
 PROMPTS = np.array([[3, 1, 4, 1], [5, 9, 0, 0]], np.int32)
 LENGTHS = np.array([4, 2], np.int32)
 
