@@ -119,8 +119,10 @@ class ExpertFields:
       shared_experts: more MLPs, as one of so many times the width, that every token goes through.
       routing: how the router's logits weigh the chosen experts; see
         :data:`jaxtrain.ops.routing.ROUTINGS`.
-      balance: coefficient of the loss that is least where experts are chosen equally often in a
-        row, 1 in each layer then; the sum over layers is added to a token's loss.
+      balance: coefficient of the loss that is least where experts are chosen equally often, 1 in
+        each layer then; the sum over layers is added to a token's loss.
+      balance_over: whose choices are to be equally often of each expert: those of each ``"row"``,
+        or of a whole ``"step"``, which are those of the step before, kept beside the router.
       router_z: the same of the squared log of the router's normaliser.
     """
 
@@ -129,6 +131,7 @@ class ExpertFields:
     shared_experts: int | None = None
     routing: Literal[ROUTINGS] = "softmax_normalised"  # type: ignore[valid-type]
     balance: float = 0.01
+    balance_over: Literal["row", "step"] = "row"
     router_z: float = 0.001
 
     @property

@@ -62,7 +62,7 @@ RULES = OptionalRules(
         (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
         (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
         (r"^blocks/experts/router/kernel$", ("layers", "embed", None)),
-        (r"^blocks/experts/router/bias$", ("layers", None)),
+        (r"^blocks/experts/(router/bias|shares)$", ("layers", None)),
         (r"^blocks/experts/(up|gate)/kernel$", ("layers", "experts", "embed", "mlp")),
         (r"^blocks/experts/down/kernel$", ("layers", "experts", "mlp", "embed")),
         (r"^blocks/attn/norm_(q|k)/(scale|bias)$", ("layers", None)),

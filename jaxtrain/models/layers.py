@@ -204,7 +204,8 @@ def opened(config: Any, x_BTD: jax.Array, *, record: bool = False) -> Any:
     row_B = jnp.zeros(B, wide(x_BTD.dtype))
     load_BLE = jnp.zeros((B, config.layers, experts), row_B.dtype)
     x = {"hidden": x_BTD, "balance": row_B, "router_z": row_B, "load": load_BLE}
-    x |= {"balancing": row_B} if config.block.routing == "sigmoid" else {}
+    if config.block.routing == "sigmoid" or config.block.balance_over == "step":
+        x["balancing"] = row_B
     shape = B, config.layers, T, config.block.experts_per_token
     return x | ({"routes": jnp.zeros(shape, row_B.dtype)} if record else {})
 
@@ -507,7 +508,8 @@ class MLP(nnx.Module):
 
 class Experts(nnx.Module):
     """A router and the MLPs that it chooses of, whose kernels are stacked: ``up`` and ``gate``
-    [E, D, F], ``down`` [E, F, D]."""
+    [E, D, F], ``down`` [E, F, D]. ``shares`` [E] are those of the last step's choices, where these
+    are balanced."""
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         self.form, self.per_token = config.mlp, config.experts_per_token
@@ -515,6 +517,8 @@ class Experts(nnx.Module):
         width, hidden, E = config.width, config.mlp_width, config.experts
         # The bias is no part of the logits: it takes part in the choice alone.
         self.router = dense(width, E, rngs, bias=config.routing == "sigmoid")
+        even = nnx.Param(jnp.full(E, 1 / E)) if config.balance_over == "step" else None
+        self.shares = even
         if config.mlp in GATED:
             self.gate = Kernels(normal(rngs, E, width, hidden))
         self.up = Kernels(normal(rngs, E, width, hidden))
@@ -528,6 +532,7 @@ class Experts(nnx.Module):
         x_BTD = gather_sequence(x_BTD)
         how = {"per_token": self.per_token, "routing": self.routing}
         how["bias_E"] = None if self.router.bias is None else self.router.bias.get_value()
+        how["shares_E"] = None if self.shares is None else self.shares.get_value()
         routes = choose(x_BTD, self.router.kernel.get_value(), **how)
         names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
         weights = {name: getattr(self, name).kernel.get_value() for name in names}

@@ -105,8 +105,15 @@ class Prediction:
 
 
 def hides(axes: str) -> bool:
-    """Whether traffic along these axes (joined by ``+``) overlaps with compute."""
-    return set(axes.split("+")) <= OVERLAPPED
+    """Whether traffic along these axes (joined by ``+``) overlaps with compute.
+
+    Along ``expert`` alone tokens are exchanged; beside others gradients of dense layers are summed.
+
+    >>> hides("data+fsdp"), hides("fsdp+expert"), hides("expert")
+    (True, True, False)
+    """
+    names = set(axes.split("+"))
+    return names <= {*OVERLAPPED, "expert"} and names != {"expert"}
 
 
 def ring_share(kind: str, group: int) -> float:
