@@ -35,7 +35,7 @@ EXPERTS = dataclasses.replace(LLAMA, experts=4, mlp_width=32, balance=0.1, route
 FORMS["experts"] = EXPERTS
 FORMS["experts, 8"] = dataclasses.replace(EXPERTS, experts=8, shared_experts=2, remat="full")
 FORMS["one expert takes all"] = dataclasses.replace(EXPERTS, experts_per_token=1, dropout=0.1)
-FORMS["experts, biased"] = dataclasses.replace(EXPERTS, routing="sigmoid")
+FORMS["experts, biased"] = dataclasses.replace(EXPERTS, routing="sigmoid", balance_over="step")
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 
