@@ -465,7 +465,7 @@ def nats_of(means: Mapping[str, Any], of: str = "") -> float:
     return means[f"{of}loss"] - sum(means.get(f"{of}{part}", 0.0) for part in decoder.ADDED)
 
 
-def of_text(
+def text_fields(
     config: Config,
     step: jt.Experiment,
     tokenizer: data.Tokenizer,

@@ -133,7 +133,7 @@ def build(config: Config) -> jt.Experiment:
         fingerprints["held_out_text.old"] = sets["old"].fingerprint
     return step.with_(
         **config.batches_of(train, sets),
-        **language.of_text(config, step, text.tokenizer, fingerprints),
+        **language.text_fields(config, step, text.tokenizer, fingerprints),
         facts=language.facts(config, model, own),
         conclude=functools.partial(conclude, config, model, text.tokenizer, train, held_out),
     )

@@ -23,6 +23,7 @@ from jaxtrain.optim import averaged
 from jaxtrain.sharding.mesh import BATCH_AXES, make_mesh
 from jaxtrain.sharding.placement import Gather, constrain_tree, report_finding
 from jaxtrain.sharding.row_keys import draws_otherwise, row_count
+from jaxtrain.sharding.rules import batch_sharding, batch_shardings
 from jaxtrain.stages import loss_from_stages
 from jaxtrain.state import (
     TrainState,
@@ -322,6 +323,14 @@ def compile_loop(
     lengths = call_lengths(start, steps, steps_per_call) or [steps_per_call]
     programs = {n: compile_train(experiment, state, mesh, steps=n) for n in lengths}
     return lambda state, batches: programs[len(batches)](state, batches), programs
+
+
+def stream_shardings(experiment: Experiment, mesh: Mesh) -> Any:
+    """Where a stream of training batches is to place them: by rows, or, where more than rows is
+    split, each leaf as the step has it, so that a process reads no more than its part."""
+    batch, rows = experiment.data.batch, batch_sharding(mesh)
+    shardings = batch_shardings(batch, mesh, experiment.laid.rules)
+    return rows if set(jax.tree.leaves(shardings)) <= {rows} else shardings
 
 
 def build_evaluation(

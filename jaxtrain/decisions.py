@@ -64,9 +64,14 @@ class Why(enum.Enum):
     EVEN_ROWS = "packed rows of an even length, and it is {length}"
     WHOLE_TILES = "rows whose length is a multiple of {lanes}, and it is {length}"
     DIVISIBLE = "{what} that mesh axes {axes} of size {parts} divide, and they are {size}"
+    WHOLE_ROWS = "whole rows on each device, and those of its keys or queries are split over {axes}"
     # Attention where rows are split by position:
     HEADS_DIVIDE = "for {axes} of size {parts} divide its {heads} heads"
     FEW_HEADS = "for {axes} of size {parts} do not divide its {heads} heads"
+    LONG_ROWS = (
+        "for {axes} of size {parts} do not divide its {heads} heads, and attention to one device's "
+        "keys by {positions} positions takes longer than to send them"
+    )
     ONE_GRADIENT = "a gradient that is taken once, for its own has no derivative"
 
     def __call__(self, **facts: Any) -> "Reason":
@@ -112,11 +117,17 @@ class Kernel(NamedTuple):
 class Positions(NamedTuple):
     """The exchange of attention whose rows are split by position, and why it is this one."""
 
-    exchanged: str  # "heads" for positions, or all "keys"
+    exchanged: (
+        str  # "heads" for positions, all "keys", or those of one device at a time by a "ring"
+    )
     reason: Reason
 
     def __str__(self) -> str:
-        how = {"heads": "exchanges positions for heads", "keys": "gathers keys and values"}
+        how = {
+            "heads": "exchanges positions for heads",
+            "keys": "gathers keys and values",
+            "ring": "sends keys and values around a ring",
+        }
         return f"attention {how[self.exchanged]}, {self.reason}"
 
 

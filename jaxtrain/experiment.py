@@ -4,6 +4,7 @@ An experiment module has ``build(config) -> Experiment``. Because everything tak
 what was planned is what is trained.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -19,7 +20,8 @@ from jaxtrain.engines.plain import Engine, as_engine, plain
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.method import Method
 from jaxtrain.ops.attention import preferred
-from jaxtrain.ops.remat import keeping
+from jaxtrain.ops.context import exchange
+from jaxtrain.ops.remat import keeping, layout_keeps
 from jaxtrain.optim import freezing
 from jaxtrain.optim.masks import Mask
 from jaxtrain.precision import Policy, as_policy
@@ -41,7 +43,7 @@ class Repeated(NamedTuple):
 
 # Opens the endless stream of global batches from a step on, placed on devices; each batch is a
 # function of its step and of nothing else.
-BatchStream = Callable[[int, jax.sharding.NamedSharding], AbstractContextManager[Iterator[PyTree]]]
+BatchStream = Callable[[int, PyTree], AbstractContextManager[Iterator[PyTree]]]
 EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree | Repeated]]
 
 
@@ -113,7 +115,8 @@ class Data:
     batch: PyTree
     """The shapes and dtypes of one global batch."""
     train_batches: BatchStream
-    """Opens the stream of training batches."""
+    """Opens the stream of training batches, placed by a sharding of rows or, where the layout
+    splits more of a batch, by those of its leaves."""
     eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
     """``sharding -> batches``, one pass over the held-out ones, placed on devices, of which some
     may be :class:`Repeated`; or several passes by name, whose metrics are ``NAME/loss``; None for
@@ -292,9 +295,15 @@ def lay_out(experiment: Experiment) -> Laid:
                     f"`{name}` is {value!r} and the loss of experiment {experiment.name!r} is not "
                     "made of stages, whose layers that is for: leave it out"
                 )
+    if layout.exchange is not None and layout.mesh.context == 1:
+        raise ValueError(
+            f"`exchange` is {layout.exchange!r} and mesh axis 'context' has size 1, so that no "
+            "device has a part of a row: use --mesh.context, or leave it out"
+        )
     if not layout.sequence_parallel:
         rules = dataclasses.replace(rules, axes=dict(rules.axes) | {"residual": "context"})
-    wrap = functools.partial(_attending, layout.attention)
+    contexts = {preferred: layout.attention, exchange: layout.exchange, layout_keeps: layout.remat}
+    wrap = functools.partial(_within, {c: x for c, x in contexts.items() if x is not None})
     made = {name: wrap(getattr(task, name)) for name in ("loss_fn", "eval_loss_fn")}
     stack = rules.stacked
     if (given := task.stages) is not None:
@@ -363,17 +372,19 @@ def _cut_for(experiment: Experiment) -> Stack:
     return dataclasses.replace(even, counts=counts)
 
 
-def _attending(implementation: str | None, function: Callable[..., Any] | None) -> Any:
-    """Returns the function with another choice of attention kernel where its model leaves it."""
-    if implementation is None or function is None:
+def _within(contexts: Mapping[Any, str], function: Callable[..., Any] | None) -> Any:
+    """Returns the function with what a layout chooses where its model leaves that open."""
+    if not contexts or function is None:
         return function
 
     @functools.wraps(function)
-    def attending(*args: Any, **kwargs: Any) -> Any:
-        with preferred(implementation):
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for context, value in contexts.items():
+                stack.enter_context(context(value))
             return function(*args, **kwargs)
 
-    return attending
+    return within
 
 
 def _of_natural(stack: Stack, loss_fn: Callable[..., Any] | None) -> Any:

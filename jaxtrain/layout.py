@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from jaxtrain.host.least import check_least
 from jaxtrain.ops.attention import IMPLEMENTATIONS
+from jaxtrain.ops.context import EXCHANGES
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.mesh import AXES, fill_sizes
 
@@ -138,6 +139,10 @@ class Layout:
     attention: Literal[IMPLEMENTATIONS] | None = None  # type: ignore[valid-type]
     """Attention kernel: auto, xla, cudnn (GPU) or splash (TPU). T5 needs xla, the only kernel
     with a bias. Left out, the model's own choice."""
+    exchange: Literal[EXCHANGES] | None = None  # type: ignore[valid-type]
+    """Exchange of attention where --mesh.context splits rows: heads for positions, keys (all of a
+    row on each device) or ring (those of one device at a time). Left out, heads where the axis
+    divides them, else a ring for long rows, else keys."""
     sequence_parallel: bool = True
     """Split rows between blocks over the tensor axis too, where their length divides; this shrinks
     the memory that a block keeps for its backward pass, and the work of norms."""

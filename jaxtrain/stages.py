@@ -127,7 +127,7 @@ class Stages:
             return self.blocks[k](params[key], shared, x, batch, rng, index)
 
     @jax.named_scope("head")
-    def leave(self, params: PyTree, x: PyTree, batch: PyTree) -> Any:
+    def head(self, params: PyTree, x: PyTree, batch: PyTree) -> Any:
         """The loss of what the last layer returns."""
         return self.head_loss(params, x, batch)
 
@@ -180,7 +180,7 @@ def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | No
             x = stages.enter(k, outer, x, batch, rng)
             x = run_layers(stages, params, x, batch, rng, first, k=k)
             first += jax.tree.leaves(params[part.key])[0].shape[0]
-        return stages.leave(outer, x, batch)
+        return stages.head(outer, x, batch)
 
     loss_fn.stack = stages.stacked
     return row_wise(loss_fn) if stages.row_wise else loss_fn

@@ -32,10 +32,18 @@ from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.precision import OPTIMIZER, Policy, as_policy
 from jaxtrain.sharding.offload import back_to_host, on_devices
-from jaxtrain.sharding.placement import Gather, constrain_tree, enter_loss, model_gathers
+from jaxtrain.sharding.placement import Gather, constrain_tree, gather_for_loss, model_gathers
 from jaxtrain.sharding.stack import of_model
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, all_finite, is_count, named_leaves, partition, select, widen
+from jaxtrain.tree import (
+    PyTree,
+    all_finite,
+    is_count,
+    named_leaves,
+    partition,
+    select,
+    to_accum_dtype,
+)
 
 Metrics = dict[str, jax.Array]
 
@@ -69,7 +77,7 @@ def build_train_step(
         for all microbatches, in the compute dtype; gradients are whole too until the step ends.
         That takes a loss that is declared :func:`jaxtrain.row_wise`; weights of any other are made
         whole as they enter it, on meshes that need it
-        (:func:`jaxtrain.sharding.placement.entered_specs` says which and why), and so they are
+        (:func:`jaxtrain.sharding.placement.specs_for_loss` says which and why), and so they are
         where ``gather`` is left out. ``"model"``: by the model, which calls :func:`jaxtrain.gather`
         layer by layer or :func:`jaxtrain.constrain` on its activations.
       engine: how gradients are computed, as a :class:`jaxtrain.engines.plain.Engine` or a bare
@@ -328,7 +336,7 @@ def build_eval_step(
     def evaluate(state: TrainState, batch: PyTree) -> WeightedLoss:
         loss, _ = loss_fn(state.params, state.model_state, batch, None)
         check_metrics(loss)
-        return widen(loss)
+        return to_accum_dtype(loss)
 
     return evaluate
 
@@ -390,7 +398,7 @@ def with_policy(
     def entered(params, model_state, batch, rng):
         params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
         if gather != "model":
-            return loss_fn(enter_loss(params, shardings), model_state, batch, rng)
+            return loss_fn(gather_for_loss(params, shardings), model_state, batch, rng)
         with model_gathers():
             return loss_fn(params, model_state, batch, rng)
 
@@ -398,7 +406,7 @@ def with_policy(
 
 
 def _norm(tree: PyTree) -> jax.Array:
-    return optax.tree.norm(widen(tree))
+    return optax.tree.norm(to_accum_dtype(tree))
 
 
 def _check_real(params: PyTree) -> None:

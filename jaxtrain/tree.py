@@ -158,7 +158,7 @@ def select(condition: jax.Array, on_true: PyTree, on_false: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), on_true, on_false)
 
 
-def widen(tree: PyTree) -> PyTree:
+def to_accum_dtype(tree: PyTree) -> PyTree:
     """Casts to the dtype in which parts are summed: float32, or the leaf's own where wider."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 

@@ -1,5 +1,7 @@
 """Decisions are values: every code is reached, and the report, the plan and the header print it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxtrain.decisions import Kind, Why, describe
 from jaxtrain.engines.plain import Engine, plain
 from jaxtrain.engines.reduction import find_shards, why_not
 from jaxtrain.ops import attention as ops
+from jaxtrain.ops.context import exchange
 from jaxtrain.ops.mask import Mask
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
@@ -47,9 +50,9 @@ def kernel(backend="gpu", mesh=None, rows=8, **shape):
         return ops._choose("auto", backend=backend, **given).need
 
 
-def split(heads):
+def split(heads, length=8):
     """The reason of the exchange in attention whose rows two devices split."""
-    q = jax.ShapeDtypeStruct((4, 8, heads, 4), jnp.float32)
+    q = jax.ShapeDtypeStruct((4, length, heads, 4), jnp.float32)
     with tracing_on(jt.make_mesh(data=4, context=2), None) as found:
         jax.eval_shape(ops.attention, q, q, q)
     return found[Kind.CONTEXT][0].reason
@@ -60,6 +63,16 @@ def differentiated_twice(monkeypatch):
     q = jax.ShapeDtypeStruct((8, 128, 2, 64), jnp.bfloat16)
     with tracing_on(jt.make_mesh(data=8), None) as found, ops.differentiated_twice(True):
         jax.eval_shape(ops.attention, q, q, q)
+    return found[Kind.ATTENTION][0].need
+
+
+def split_for_splash(monkeypatch):
+    monkeypatch.setattr(ops, "platform", lambda: "tpu")
+    q = jax.ShapeDtypeStruct((4, 256, 2, 64), jnp.bfloat16)
+    with tracing_on(jt.make_mesh(data=4, context=2), None) as found, exchange("keys"):
+        jax.eval_shape(ops.attention, q, q, q)
+        with pytest.raises(ValueError, match=r"'splash' needs whole rows on each device, and"):
+            jax.eval_shape(functools.partial(ops.attention, implementation="splash"), q, q, q)
     return found[Kind.ATTENTION][0].need
 
 
@@ -88,8 +101,10 @@ REACHED = {
     Why.WHOLE_TILES: lambda: kernel("tpu", length=100),
     Why.HEADS_DIVIDE: lambda: split(heads=2),
     Why.FEW_HEADS: lambda: split(heads=3),
+    Why.LONG_ROWS: lambda: split(heads=3, length=2**13),
     Why.DIVISIBLE: lambda: kernel(rows=9),
     Why.ONE_GRADIENT: differentiated_twice,
+    Why.WHOLE_ROWS: split_for_splash,
 }
 
 
@@ -97,7 +112,8 @@ REACHED = {
 def test_every_code_is_reached_and_has_a_sentence(code, monkeypatch):
     if code not in ELSEWHERE:
         reach = REACHED[code]
-        reason = reach(monkeypatch) if reach is differentiated_twice else reach()
+        patched = reach in (differentiated_twice, split_for_splash)
+        reason = reach(monkeypatch) if patched else reach()
         assert reason.code is code
         assert not set("{}") & set(str(reason))
 

@@ -121,7 +121,7 @@ def build(config: Config) -> jt.Experiment:
     told |= label_fields(text.classes) if text.classes else {}
     return step.with_(
         **config.batches_of(text.train, sets),
-        **language.of_text(config, step, tokenizer, prints, special_tokens=told),
+        **language.text_fields(config, step, tokenizer, prints, special_tokens=told),
         facts=language.facts(config, model, facts(config, text)),
         conclude=functools.partial(task.conclude, config, model, text),
         **text.more,

@@ -148,7 +148,9 @@ def build(config: Config) -> jt.Experiment:
     return step.with_(
         **config.batches_of(rows, held_out_rows),
         **mixture,
-        **language.of_text(config, step, tokenizer, fingerprints, chat_template=text.chat_template),
+        **language.text_fields(
+            config, step, tokenizer, fingerprints, chat_template=text.chat_template
+        ),
         facts=language.facts(config, model, facts(config, texts, rows)),
         conclude=functools.partial(conclude, config, model, tokenizer, texts | old),
         show=lambda state, means: (
@@ -183,7 +185,7 @@ def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
         return with_answers(config, model, experiment, pairs=pairs)
     if config.teacher is not None or config.distill != Distill():
         return with_teacher(config, model, experiment, pairs=pairs)
-    return of_preferences(config, model, experiment) if pairs else experiment
+    return preference_task(config, model, experiment) if pairs else experiment
 
 
 def of_width(config: Config, model: decoder.DecoderConfig) -> dict[str, Any]:
@@ -302,7 +304,7 @@ def old_text(
     return {"old": corpora}
 
 
-def of_preferences(
+def preference_task(
     config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment
 ) -> jt.Experiment:
     """Makes of the experiment the one that learns preferences, against what it begins with."""

@@ -8,7 +8,7 @@ Shape legend: B rows in the global batch, T tokens in a row.
 
 import collections
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ import numpy as np
 from jaxtrain.host import storage
 
 Batch = dict[str, Any]
+Shardings = jax.sharding.Sharding | Mapping[str, jax.sharding.Sharding]
 # How (seed, step) becomes rows; it is raised with any change to that, and kept with every run.
 ORDER_VERSION = 1
 # The rounds of the cipher that grain.MapDataset.shuffle permutes with.
@@ -105,30 +106,37 @@ class Batches:
         """Returns ``batch(step)`` cut to ``row_slice`` of its rows, reading only those."""
         return self._read(step, range(self.global_batch)[row_slice])
 
-    def sharded(self, step: int, sharding: jax.sharding.Sharding) -> Batch:
-        """Returns global batch `step` as global `jax.Array`s, each laid out by `sharding`.
+    def sharded(self, step: int, sharding: Shardings) -> Batch:
+        """Returns global batch `step` as global `jax.Array`s, each laid out by `sharding`, one for
+        all or by their names.
 
         Each row that a device of this process holds is read once, no other is. Axes after the
-        first may be sharded too (tokens over a context axis).
+        first may be sharded too (tokens over a context axis): of a source with a method
+        ``part(index, start, stop)``, as `PackedTokens` has, no other places of rows are read.
 
         Raises:
           ValueError: if `sharding` does not divide a shape of the batch.
         """
+        of = sharding if isinstance(sharding, Mapping) else dict.fromkeys(self.shapes, sharding)
         wanted_B = np.zeros(self.global_batch, bool)
         for name, array in self.shapes.items():
-            wanted_B |= addressable_rows(name, array.shape, sharding)
-        here = self._read(step, np.flatnonzero(wanted_B).tolist())
-        offset_B = np.cumsum(wanted_B) - 1
+            wanted_B |= addressable_rows(name, array.shape, of[name])
+        span = _span(self.shapes, of) if hasattr(self.source, "part") else None
+        here = self._read(step, np.flatnonzero(wanted_B).tolist(), span)
+        offset_B, first_place = np.cumsum(wanted_B) - 1, span[0] if span else 0
 
         def place(name: str) -> jax.Array:
             array = self.shapes[name]
 
             def part(index: tuple[slice, ...]) -> np.ndarray:
                 start, stop, _ = index[0].indices(self.global_batch)
-                first = offset_B[start]
-                return here[name][first : first + stop - start][:, *index[1:]]
+                first, cuts = offset_B[start], list(index[1:])
+                if first_place:
+                    low, high, _ = cuts[-1].indices(array.shape[-1])
+                    cuts[-1] = slice(low - first_place, high - first_place)
+                return here[name][first : first + stop - start][:, *cuts]
 
-            return jax.make_array_from_callback(array.shape, sharding, part, dtype=array.dtype)
+            return jax.make_array_from_callback(array.shape, of[name], part, dtype=array.dtype)
 
         return {name: place(name) for name in self.shapes}
 
@@ -136,7 +144,7 @@ class Batches:
         self,
         start_step: int = 0,
         *,
-        sharding: jax.sharding.Sharding | None = None,
+        sharding: Shardings | None = None,
         prefetch: int = 2,
     ) -> "BatchStream":
         """Returns an endless iterator over the batches from `start_step` on, made ahead of need.
@@ -155,15 +163,16 @@ class Batches:
             return BatchStream(self.batch, start_step, prefetch=prefetch)
         return BatchStream(lambda step: self.sharded(step, sharding), start_step, prefetch=prefetch)
 
-    def _read(self, step: int, rows: Sequence[int]) -> Batch:
+    def _read(self, step: int, rows: Sequence[int], span: tuple[int, int] | None = None) -> Batch:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step is {step}; give at least 0")
         first = step * self.global_batch
         wanted = [self.source_index(first + row) for row in rows]
         together = getattr(self.source, "__getitems__", None)
+        one = (lambda index: self.source.part(index, *span)) if span else self.source.__getitem__
         read = storage.retrying(
-            lambda: together(wanted) if together else [self.source[index] for index in wanted],
+            lambda: together(wanted) if together else [one(index) for index in wanted],
             f"the rows of batch {step}",
         )
         return {
@@ -323,6 +332,22 @@ def addressable_rows(
     for index in sharding.addressable_devices_indices_map(shape).values():
         wanted_B[index[0]] = True
     return wanted_B
+
+
+def _span(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, jax.sharding.Sharding]
+) -> tuple[int, int] | None:
+    """The places of rows, by the last axis of all arrays, that devices of this process hold; None
+    where it is all of them, or not the same axis."""
+    lengths = {array.shape[-1] if len(array.shape) > 1 else None for array in shapes.values()}
+    if len(lengths) > 1 or None in lengths:
+        return None
+    (length,), held = lengths, []
+    for name, array in shapes.items():
+        for index in shardings[name].addressable_devices_indices_map(array.shape).values():
+            held.append(index[-1].indices(length)[:2])
+    start, stop = min(low for low, _ in held), max(high for _, high in held)
+    return None if (start, stop) == (0, length) else (start, stop)
 
 
 class _PaddedRows:

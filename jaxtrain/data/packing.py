@@ -144,28 +144,36 @@ class PackedTokens:
         )
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.part(index, 0, self.seq_len)
+
+    def part(self, index: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Returns the places from ``start`` to ``stop`` of a row; no other tokens are read."""
         row = range(len(self))[index]  # Counts from the end and raises as a list does.
-        T = self.seq_len
-        window = self.corpus.tokens[row * T : (row + 1) * T + 1]
-        count = len(window) - 1
-        starts = self.corpus.starts
-        # Documents that begin after the row's first input, up to its last target.
-        low, high = np.searchsorted(starts, (row * T + 1, row * T + count + 1))
-        begins = starts[low:high] - row * T
+        first, T = row * self.seq_len + start, stop - start
+        window = self.corpus.tokens[first : first + T + 1]
+        count = max(len(window) - 1, 0)
+        # Documents that begin after the row's first input, up to the part's last target.
+        low, here, high = np.searchsorted(
+            self.corpus.starts, (first - start + 1, first + 1, first + count + 1)
+        )
+        begins = self.corpus.starts[here:high] - first
 
         tokens_T, targets_T, segments_T, positions_T = np.zeros((4, T), np.int32)
         mask_T = np.zeros(T, np.float32)
-        tokens_T[:count] = window[:-1]
+        tokens_T[:count] = window[:count]
         targets_T[:count] = window[1:]
-        mask_T[:count] = self.corpus.targets_count(row * T + 1, row * T + 1 + count)
+        mask_T[:count] = self.corpus.targets_count(first + 1, first + 1 + count)
         mask_T[begins - 1] = 0
         begins = begins[: np.searchsorted(begins, count)]
-        segments_T[0] = 1
+        if count:
+            # What stands before the part: documents of the row, and positions of the last of them.
+            segments_T[0] = 1 + here - low
+            positions_T[0] = start if here == low else first - self.corpus.starts[here - 1]
+            positions_T[1:count] = 1
         segments_T[begins] = 1
         np.cumsum(segments_T[:count], out=segments_T[:count])
-        positions_T[:count] = 1
-        positions_T[0] = 0
-        positions_T[begins] -= np.diff(begins, prepend=0).astype(np.int32)
+        before = np.diff(begins, prepend=-positions_T[0]).astype(np.int32)
+        positions_T[begins] -= before
         np.cumsum(positions_T[:count], out=positions_T[:count])
         return {
             "tokens": tokens_T,

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from jaxtrain.loss import LossFn, WeightedLoss
 from jaxtrain.sharding.placement import manual_batch_axes
-from jaxtrain.tree import PyTree, combine, is_count, map_named, partition, widen
+from jaxtrain.tree import PyTree, combine, is_count, map_named, partition, to_accum_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -112,10 +112,10 @@ def _plain(loss_fn: LossFn) -> GradientEngine:
         weight = loss.weight
         if loss_scale is not None and (taken_over := manual_batch_axes()):
             # What overflows is not to depend on how many devices share the rows.
-            weight = jax.lax.psum(widen(weight), taken_over)
+            weight = jax.lax.psum(to_accum_dtype(weight), taken_over)
         seed, factor = seed_and_factor(weight, loss_scale, total.dtype)
         (grads,) = vjp(seed)
-        return GradientSums(scaled(grads, factor), widen(loss), new_state)
+        return GradientSums(scaled(grads, factor), to_accum_dtype(loss), new_state)
 
     return engine
 
@@ -168,10 +168,10 @@ def seed_and_factor(
     weight = weight.astype(jnp.promote_types(dtype, jnp.float32))
     size = jnp.where(weight == 0, 1.0, jnp.abs(weight))
     seed = ((1.0 if loss_scale is None else loss_scale) / size).astype(dtype)
-    return seed, 1.0 / widen(seed)
+    return seed, 1.0 / to_accum_dtype(seed)
 
 
 def scaled(grads: PyTree, factor: jax.Array) -> PyTree:
     """Returns ``grads * factor`` in the dtype in which gradients are summed; counts stay."""
     times = lambda name, g: g if is_count(name) else g * factor.astype(g.dtype)  # noqa: E731
-    return map_named(times, widen(grads))
+    return map_named(times, to_accum_dtype(grads))

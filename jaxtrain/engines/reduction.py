@@ -40,7 +40,7 @@ from jaxtrain.sharding.placement import (
     specs_of,
 )
 from jaxtrain.sharding.row_keys import draws, draws_otherwise, row_count
-from jaxtrain.sharding.specs import axes_of, within
+from jaxtrain.sharding.specs import axes_of, restrict
 from jaxtrain.tree import PyTree, by_paths, name_of, named_leaves
 
 
@@ -188,7 +188,7 @@ def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
 
     def more(x: Any, sharding: NamedSharding) -> int:
         rest = tuple(a for a in sharding.mesh.axis_names if a not in GATHERED_AXES)
-        gathered = NamedSharding(sharding.mesh, within(sharding.spec, rest))
+        gathered = NamedSharding(sharding.mesh, restrict(sharding.spec, rest))
         whole, split = (math.prod(s.shard_shape(x.shape)) for s in (gathered, sharding))
         return whole * jnp.dtype(dtype).itemsize + 4 * (whole - split) if whole > split else 0
 

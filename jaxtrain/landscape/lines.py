@@ -18,7 +18,7 @@ from jaxtrain.engines.plain import trainable
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.optim.masks import Stacked, decay_mask, is_table, stacked_axes
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, map_named, named_leaves, widen
+from jaxtrain.tree import PyTree, map_named, named_leaves, to_accum_dtype
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +70,7 @@ def random_direction(
             return None
         own = (p.ndim - 1,) if is_table(name) else tuple(range(layers, p.ndim - 1))
         norm = lambda x: jnp.sqrt(jnp.square(x).sum(own, keepdims=True))  # noqa: E731
-        p = widen(p)
+        p = to_accum_dtype(p)
         d = jax.random.normal(keys[name], p.shape, p.dtype)
         return d * (norm(p) / norm(d))
 
@@ -89,7 +89,7 @@ def direction_to(start: TrainState, end: TrainState) -> PyTree:
 
     def difference(a: jax.Array, b: jax.Array) -> jax.Array | None:
         moves = jnp.issubdtype(jnp.result_type(a), jnp.inexact)
-        return widen(b) - widen(a) if moves else None
+        return to_accum_dtype(b) - to_accum_dtype(a) if moves else None
 
     return jax.tree.map(difference, _moving(start), _moving(end))
 
@@ -99,7 +99,9 @@ def moved(state: TrainState, directions: tuple[PyTree, ...], coordinates_K: Any)
     there = _moving(state)
     for direction, much in zip(directions, coordinates_K, strict=True):
         there = jax.tree.map(
-            lambda x, d, much=much: x if d is None else (widen(x) + much * d).astype(x.dtype),
+            lambda x, d, much=much: (
+                x if d is None else (to_accum_dtype(x) + much * d).astype(x.dtype)
+            ),
             there,
             direction,
         )

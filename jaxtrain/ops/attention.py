@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.decisions import Kernel, Kind, Reason, Why
+from jaxtrain.decisions import Kernel, Kind, Positions, Reason, Why
 from jaxtrain.ops import context, per_device, splash
 from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import wide
@@ -90,7 +90,8 @@ def attention(
 
     Args:
       q_BTHK: queries.
-      k_BSGK, v_BSGK: keys and values; G divides H, and they are never repeated in memory.
+      k_BSGK, v_BSGK: keys and values; G divides H, and they are never repeated in memory. Values
+        may have fewer features than keys: kernels are given zeros for the others.
       mask: what a query sees, and the bias; by default positions up to its own.
       scale: of the scores before the bias; None means ``1 / sqrt(K)``.
       softcap: scores are ``softcap * tanh(scores / softcap)`` before they are masked (Gemma 2,
@@ -102,7 +103,8 @@ def attention(
         or ``"auto"``; see :func:`choose`.
 
     Returns:
-      [B, T, H, K] in the dtype of ``q_BTHK``. Scores and softmax are float32.
+      [B, T, H, K] in the dtype of ``q_BTHK``, with the features of the values. Scores and softmax
+      are float32.
 
     Raises:
       ValueError: for shapes that do not fit, or an implementation that cannot run here.
@@ -111,10 +113,17 @@ def attention(
     if H % G:
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
     mask.check(T, S, H)
+    if (lacks := k_BSGK.shape[3] - v_BSGK.shape[3]) > 0:
+        v_BSGK = jnp.pad(v_BSGK, ((0, 0), (0, 0), (0, 0), (0, lacks)))
+        how = {"scale": scale, "softcap": softcap, "dropout": dropout, "rng": rng}
+        out = attention(q_BTHK, k_BSGK, v_BSGK, mask, **how, implementation=implementation)
+        return out[..., :-lacks]
     dropout = 0.0 if rng is None else dropout
     implementation = preferred.value if implementation == "auto" else implementation
     form = {"mask": mask, "softcap": softcap, "dropout": dropout}
-    chosen = _choose_here(implementation, q_BTHK, S, form)
+    found = context.exchanged(q_BTHK, k_BSGK, mask, draws=dropout > 0)
+    chosen = _choose_here(implementation, q_BTHK, S, form, found)
+    split = {"found": found, "softcap": softcap}
     if scale is not None:
         # The factor itself, in bfloat16, would be off by the same part of a thousand everywhere.
         scaled = q_BTHK.astype(wide(q_BTHK.dtype)) * (scale * q_BTHK.shape[-1] ** 0.5)
@@ -125,10 +134,10 @@ def attention(
         kernel = functools.partial(KERNELS[chosen].compute, softcap=softcap)
         run = functools.partial(per_device.on_each_device, kernel)
         kernel = lambda *qkv_mask: qkv_mask[-1].either(run, *qkv_mask[:-1])  # noqa: E731
-        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, draws=dropout > 0)
+        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, **split)
     kernel = functools.partial(tiled_attention, softcap=softcap, dropout=dropout, rng=rng)
     with jax.named_scope(KERNEL_SCOPE):
-        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, draws=dropout > 0)
+        return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, **split)
 
 
 def choose(implementation: str, **shape: Any) -> str:
@@ -255,12 +264,19 @@ class AheadOfTimeWarning(UserWarning):
     """A program compiled for a chip that is not here differs from the one that would run there."""
 
 
-def _choose_here(implementation: str, q_BTHK, keys: int, form: Mapping[str, Any]) -> str:
+def _choose_here(
+    implementation: str, q_BTHK, keys: int, form: Mapping[str, Any], found: Positions | None
+) -> str:
     B, T, H, K = q_BTHK.shape
     shape = {"dtype": q_BTHK.dtype, "head_dim": K, "length": T, "sizes": (B, H, keys)}
     choice = _choose(implementation, **shape, **form)
     if choice.used != "xla" and differentiated_twice.value:
         choice = Kernel("xla", choice.used, Why.ONE_GRADIENT())
+    if choice.used != "xla" and found is not None and found.exchanged != "heads":
+        need = Why.WHOLE_ROWS(axes=" x ".join(per_device.split_over("sequence")[0]))
+        if implementation != "auto":
+            raise ValueError(f"attention={implementation!r} needs {need}; use 'xla' or 'auto'")
+        choice = Kernel("xla", choice.used, need)
     report_finding(Kind.ATTENTION, choice)
     if choice.need is not None:
         _say_once(f"attention: xla, because {choice.wanted} needs {choice.need}")

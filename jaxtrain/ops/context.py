@@ -3,7 +3,8 @@
 Queries, keys and values come and go split by position. Where the axes divide the heads, positions
 are exchanged for heads, so that each device has whole rows of its own heads (Jacobs et al. 2023,
 Ulysses, https://arxiv.org/abs/2309.14509): an all-to-all before and one after, and the mask stays
-what it is. Elsewhere queries stay where they are, and each device gathers all keys and values.
+what it is. Elsewhere queries stay where they are, and each device gathers all keys and values, or,
+where rows are long, has those of one device after the other (:mod:`jaxtrain.ops.ring`).
 
 Shapes: B batch, C devices along the axes, T queries, S keys, H query heads, G key and value heads,
 K features, P = T / C positions.
@@ -18,9 +19,65 @@ import jax.numpy as jnp
 from jaxtrain.decisions import Kind, Positions, Why
 from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.per_device import repeated, split_over
+from jaxtrain.ops.ring import ring_attention
 from jaxtrain.sharding.placement import constrain, report_finding
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, Mask], jax.Array]
+
+EXCHANGES = ("heads", "keys", "ring")
+
+# Entered with what attention is to exchange; None chooses.
+exchange = jax.make_user_context(None)
+
+# A device's queries that share a key, from which on a ring takes no time of its own: keys of 2 K
+# numbers meet queries of 4 K operations each, so a chip of F operations in the time of a byte sent
+# computes for as long as bfloat16 keys travel if F queries meet them (a v5p and an H100 have about
+# 2,200), and causal queries see half of what goes around.
+HIDES_A_RING = 4096
+
+
+def exchanged(q_BTHK: jax.Array, k_BSGK: jax.Array, mask: Mask, *, draws: bool) -> Positions | None:
+    """Returns what attention exchanges between devices that split rows, and why; None if they do
+    not.
+
+    Raises:
+      ValueError: what is asked for, or all that is left, cannot be had with the mask, or by a
+        kernel that ``draws`` numbers.
+    """
+    (B, T, H, _), (S, G) = q_BTHK.shape, k_BSGK.shape[1:3]
+    (_, parts), (over, of_heads) = split_over("sequence"), split_over("attend_heads")
+    if parts == 1 or T % parts or S % parts:
+        return None
+    (_, rows), asked = split_over("batch"), exchange.value
+    facts = {"heads": H, "parts": of_heads, "axes": " x ".join(over)}
+    if asked in (None, "heads") and H % of_heads == 0:
+        reason = Why.HEADS_DIVIDE(**facts) if asked is None else Why.ASKED()
+        return Positions("heads", reason)
+    said = (
+        f"{H} query heads are not divisible by mesh axes {facts['axes']} of size {of_heads}"
+        if asked in (None, "heads")
+        else f"`exchange` is {asked!r}"
+    )
+    if asked == "heads":
+        raise ValueError(
+            f"`exchange` is 'heads', and {said}: use a divisor of {H}, or leave it out"
+        )
+    if mask.bias is not None or draws:
+        what = "dropout on its weights" if draws else "a bias"
+        raise ValueError(
+            f"{said}, and attention with {what} cannot gather keys instead: use a divisor of {H}"
+        )
+    if asked is not None:
+        if asked == "ring" and B % rows:
+            raise ValueError(
+                f"`exchange` is 'ring', and the batch's {B} rows are not divisible over {rows} "
+                "devices: use a multiple, or 'keys'"
+            )
+        return Positions(asked, Why.ASKED())
+    positions = T // parts
+    if B % rows == 0 and positions * (H // G) >= HIDES_A_RING:
+        return Positions("ring", Why.LONG_ROWS(**facts, positions=positions))
+    return Positions("keys", Why.FEW_HEADS(**facts))
 
 
 def around(
@@ -30,29 +87,21 @@ def around(
     v_BSGK: jax.Array,
     mask: Mask,
     *,
-    draws: bool,
+    found: Positions | None,
+    softcap: float | None,
 ) -> jax.Array:
     """Returns ``kernel(q_BTHK, k_BSGK, v_BSGK, mask)``, split by position where the inputs are.
 
-    Raises:
-      ValueError: keys are gathered, and the mask has a bias or the kernel ``draws`` numbers.
+    ``found`` is what :func:`exchanged` gives; a ring is by tiles, whatever the kernel.
     """
-    (_, T, H, _), S = q_BTHK.shape, k_BSGK.shape[1]
-    (axes, parts), (over, of_heads) = split_over("sequence"), split_over("attend_heads")
-    if parts == 1 or T % parts or S % parts:
+    if found is None:
         return kernel(q_BTHK, k_BSGK, v_BSGK, mask)
-    facts = {"heads": H, "parts": of_heads, "axes": " x ".join(over)}
-    if H % of_heads == 0:
-        report_finding(Kind.CONTEXT, Positions("heads", Why.HEADS_DIVIDE(**facts)))
-        return _by_heads(kernel, of_heads, q_BTHK, k_BSGK, v_BSGK, mask)
-    if mask.bias is not None or draws:
-        what = "dropout on its weights" if draws else "a bias"
-        raise ValueError(
-            f"{H} query heads are not divisible by mesh axes {facts['axes']} of size {of_heads}, "
-            f"and attention with {what} cannot gather keys instead: use a divisor of {H}"
-        )
-    report_finding(Kind.CONTEXT, Positions("keys", Why.FEW_HEADS(**facts)))
-    return _by_keys(kernel, axes, parts, q_BTHK, k_BSGK, v_BSGK, mask)
+    report_finding(Kind.CONTEXT, found)
+    if found.exchanged == "ring":
+        return ring_attention(q_BTHK, k_BSGK, v_BSGK, mask, softcap=softcap)
+    if found.exchanged == "heads":
+        return _by_heads(kernel, split_over("attend_heads")[1], q_BTHK, k_BSGK, v_BSGK, mask)
+    return _by_keys(kernel, *split_over("sequence"), q_BTHK, k_BSGK, v_BSGK, mask)
 
 
 def _by_heads(kernel: Kernel, parts: int, q_BTHK, k_BSGK, v_BSGK, mask: Mask) -> jax.Array:

@@ -49,7 +49,7 @@ def matmul(x_ND: jax.Array, kernel_DF: Any) -> jax.Array:
     Callers flatten their tokens to [N, D]: with [B, T, D] the weight's gradient transposes and
     copies on a CPU, at twice the time.
     """
-    return through(_matmul, x_ND, kernel_DF)
+    return apply_kernel(_matmul, x_ND, kernel_DF)
 
 
 def matmul_float32(x_ND: jax.Array, kernel_DF: Any) -> jax.Array:
@@ -59,13 +59,13 @@ def matmul_float32(x_ND: jax.Array, kernel_DF: Any) -> jax.Array:
     product with ``preferred_element_type`` would multiply float32 by bfloat16, at the speed of
     float32.
     """
-    return through(_matmul_float32, x_ND, kernel_DF)
+    return apply_kernel(_matmul_float32, x_ND, kernel_DF)
 
 
-def through(product: Product, x: jax.Array, kernel: Any) -> jax.Array:
+def apply_kernel(product: Product, x: jax.Array, kernel: Any) -> jax.Array:
     """Returns ``product(x, kernel)``, where ``product`` is one that takes arrays alone."""
     if _is_kernel(kernel):
-        return kernel.multiply(x, lambda x, part: through(product, x, part))
+        return kernel.multiply(x, lambda x, part: apply_kernel(product, x, part))
     return product(x, kernel)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.ops.linear import through
+from jaxtrain.ops.linear import apply_kernel
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.per_device import not_taken_over, split_over
 from jaxtrain.sharding.placement import (
@@ -29,7 +29,7 @@ from jaxtrain.sharding.placement import (
 from jaxtrain.sharding.specs import tidy
 
 
-def look_up(indices: jax.Array, table: Any, rows: str | None = None) -> jax.Array:
+def embed_lookup(indices: jax.Array, table: Any, rows: str | None = None) -> jax.Array:
     """Returns ``table[indices]``, whose gradient is summed in float32 whatever the table's dtype.
 
     On a mesh, rows [B, T] of indices give [B, T, D] as a residual stream lies
@@ -42,7 +42,7 @@ def look_up(indices: jax.Array, table: Any, rows: str | None = None) -> jax.Arra
       table: [V, D], an array or a :class:`jaxtrain.ops.linear.Kernel`.
       rows: logical axis by which V is split; None for a table of whole columns.
     """
-    return through(functools.partial(_look_up, rows), indices, table)
+    return apply_kernel(functools.partial(_look_up, rows), indices, table)
 
 
 def _look_up(rows: str | None, indices: jax.Array, table_VD: jax.Array) -> jax.Array:

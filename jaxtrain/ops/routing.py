@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtrain.ops.linear import through
+from jaxtrain.ops.linear import apply_kernel
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.placement import constrain
 
@@ -62,6 +62,9 @@ def route(
     *,
     per_token: int,
     routing: str = "softmax_normalised",
+    groups: int = 1,
+    groups_per_token: int = 1,
+    scale: float = 1.0,
     bias_E: jax.Array | None = None,
     shares_E: jax.Array | None = None,
     live_BT: jax.Array | None = None,
@@ -74,6 +77,9 @@ def route(
       kernel_DE: of the router, an array or a :class:`jaxtrain.ops.linear.Kernel`.
       per_token: J.
       routing: one of :data:`ROUTINGS`.
+      groups, groups_per_token: experts are chosen within so many of the groups of neighbours: those
+        whose two best are best.
+      scale: multiplies the weights.
       bias_E: added to the scores by which experts are chosen.
       shares_E: of the choices of a whole batch, such as that of the step before, in place of each
         row's in the loss of balance.
@@ -93,7 +99,7 @@ def route(
     # A padding token may be anything, and 0 x NaN is NaN: its gradient is cut here too.
     x_BTD = jnp.where(live_BT1, x_BTD, 0)
     dtype = wide(x_BTD.dtype)
-    logits_BTE = through(_exact, x_BTD.astype(dtype), kernel_DE)
+    logits_BTE = apply_kernel(_exact, x_BTD.astype(dtype), kernel_DE)
     logits_BTE, E = constrain(logits_BTE, "batch", "sequence", None), logits_BTE.shape[-1]
     if routing == "sigmoid":
         by_BTE = scores_BTE = jax.nn.sigmoid(logits_BTE)
@@ -103,12 +109,16 @@ def route(
         scores_BTE = probs_BTE
     if routes_BTJ is None:
         by_BTE = by_BTE if bias_E is None else by_BTE + bias_E.astype(dtype)
-        routes_BTJ = jax.lax.top_k(jax.lax.stop_gradient(by_BTE), per_token)[1]
+        by_BTE = jax.lax.stop_gradient(by_BTE)
+        if groups > 1:
+            by_BTE = _within_groups(by_BTE, groups, groups_per_token)
+        routes_BTJ = jax.lax.top_k(by_BTE, per_token)[1]
     chosen_BTJ = checkpoint_name(jnp.where(live_BT1, routes_BTJ, E).astype(jnp.int32), ROUTES)
     is_chosen_BTJE = chosen_BTJ[..., None] == jnp.arange(E)
     weights_BTJ = jnp.where(is_chosen_BTJE, scores_BTE[:, :, None], 0).sum(-1)
     if routing != "softmax":
         weights_BTJ /= jnp.where(live_BT1, weights_BTJ.sum(-1, keepdims=True), 1)
+    weights_BTJ *= scale
     load_BE = is_chosen_BTJE.sum((1, 2)).astype(dtype)
     tokens_B = jnp.maximum(live_BT.sum(1), 1).astype(dtype)
     probs_BE = jnp.where(live_BT1, probs_BTE, 0).sum(1) / tokens_B[:, None]
@@ -121,6 +131,15 @@ def route(
     balancing_B = sum(moved) if moved else None
     of_rows = balance_B, z_BT.sum(1) / tokens_B, load_BE, balancing_B
     return Routes(chosen_BTJ, weights_BTJ, *of_rows)
+
+
+def _within_groups(by_BTE: jax.Array, groups: int, per_token: int) -> jax.Array:
+    """Returns what experts are chosen by, and less than anything outside of the chosen groups."""
+    by_BTGE = by_BTE.reshape(*by_BTE.shape[:2], groups, -1)
+    best_BTG = jax.lax.top_k(by_BTGE, 2)[0].sum(-1)
+    chosen_BTJ = jax.lax.top_k(best_BTG, per_token)[1]
+    is_chosen_BTG = (chosen_BTJ[..., None] == jnp.arange(groups)).any(2)
+    return jnp.where(is_chosen_BTG[..., None], by_BTGE, -jnp.inf).reshape(by_BTE.shape)
 
 
 def _exact(x: jax.Array, kernel: jax.Array) -> jax.Array:

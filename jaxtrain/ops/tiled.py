@@ -57,11 +57,8 @@ def tiled_attention(
     # Products are fastest, on CPU and GPU alike, with the batch and heads in front.
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
-    block = tile_rows.value or _block(T)
-    short = -(-T // block) <= UNROLLED
-    queries = T if short else -(-T // block) * block
-    ordered = mask.positions is None
-    form = _Form(mask.causal, mask.window, softcap, block, dropout, S, queries, ordered)
+    kind = (mask.causal, mask.window, softcap, dropout)
+    form, short = _tiling(*kind, T, S, ordered=mask.positions is None)
     numbers, rng = mask.numbers, rng if dropout else None
     if mask.windowed is not None:
         out_BGRTK = _either(form, short, mask.windowed, q, k, v, numbers, rng)
@@ -81,6 +78,32 @@ def _block(T: int) -> int:
     return min(max(64, -(-T // 4)), 512)
 
 
+class Part(NamedTuple):
+    """Attention of some queries to some of the keys that they see, to be put together with other
+    parts; its arguments are those of a mask, and ``numbers`` as it has them. ``block`` is the rows
+    of a tile, if they are not to be chosen."""
+
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    block: int | None = None
+
+    def forward(self, q_BGRTK, k_BGSK, v_BGSK, numbers) -> tuple[jax.Array, jax.Array]:
+        """Returns the result [B, G, R, T, K], and the log-sum-exp of each row [B, G, R, T, 1]."""
+        return _apart(*self._tiling(q_BGRTK, k_BGSK, numbers), q_BGRTK, k_BGSK, v_BGSK, numbers)
+
+    def backward(self, q_BGRTK, k_BGSK, v_BGSK, numbers, out_BGRTK, lse_BGRT1, d_out_BGRTK):
+        """Returns the gradients of queries, keys and values; the result, its log-sum-exp and its
+        gradient are those of all parts together."""
+        saved = (q_BGRTK, k_BGSK, v_BGSK, out_BGRTK, lse_BGRT1, d_out_BGRTK)
+        return _d_apart(*self._tiling(q_BGRTK, k_BGSK, numbers), *saved, numbers)
+
+    def _tiling(self, q_BGRTK, k_BGSK, numbers) -> tuple["_Form", bool]:
+        sizes, ordered = (q_BGRTK.shape[3], k_BGSK.shape[2]), numbers[1] is None
+        with tile_rows(self.block):
+            return _tiling(*self[:3], 0.0, *sizes, ordered=ordered)
+
+
 class _Form(NamedTuple):
     """Static arguments of tiled attention."""
 
@@ -92,6 +115,38 @@ class _Form(NamedTuple):
     keys: int
     queries: int  # with those that fill up tiles
     ordered: bool = True  # query t stands where key t does
+
+
+def _tiling(
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+    T: int,
+    S: int,
+    *,
+    ordered: bool,
+) -> tuple[_Form, bool]:
+    """The form for T queries and S keys, and whether its tiles are written out."""
+    block = tile_rows.value or _block(T)
+    short = -(-T // block) <= UNROLLED
+    queries = T if short else -(-T // block) * block
+    return _Form(causal, window, softcap, block, dropout, S, queries, ordered), short
+
+
+def _apart(form, short, q_BGRTK, k_BGSK, v_BGSK, numbers, rng=None):
+    """Attention and its log-sum-exp, with no rule for its gradient."""
+    inputs = (q_BGRTK, k_BGSK, v_BGSK, numbers, None, rng)
+    if short:
+        return _attend(form, *inputs)[:2]
+    return _long_forward(form, *inputs)[1][2:]
+
+
+def _d_apart(form, short, q, k, v, out, lse, d_out, numbers, rng=None):
+    """The gradients of queries, keys and values of :func:`_apart`."""
+    if short:
+        return _backward(form, ((q, k, v, None, rng), (numbers, out, lse), None), d_out)[:3]
+    return _long_backward(form, ((q, k, v, numbers, None), rng, out, lse), d_out)[:3]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -285,13 +340,7 @@ def _either(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, numbers, rng):
 
 def _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, numbers, rng):
     def side(form):
-        def run(q_BGRTK, k_BGSK, v_BGSK):
-            inputs = (q_BGRTK, k_BGSK, v_BGSK, numbers, None, rng)
-            if short:
-                return _attend(form, *inputs)[:2]
-            return _long_forward(form, *inputs)[1][2:]
-
-        return run
+        return lambda q, k, v: _apart(form, short, q, k, v, numbers, rng)
 
     sides = side(form), side(form._replace(window=None))
     found = jax.lax.cond(windowed, *sides, q_BGRTK, k_BGSK, v_BGSK)
@@ -304,13 +353,7 @@ def _either_backward(form, short, saved, d_out_BGRTK):
     (windowed, q, k, v, numbers, rng), out, lse = saved
 
     def side(form):
-        def run(q, k, v, out, lse, d_out):
-            if short:
-                kept = (q, k, v, None, rng), (numbers, out, lse), None
-                return _backward(form, kept, d_out)[:3]
-            return _long_backward(form, ((q, k, v, numbers, None), rng, out, lse), d_out)[:3]
-
-        return run
+        return lambda *kept: _d_apart(form, short, *kept, numbers, rng)
 
     sides = side(form), side(form._replace(window=None))
     d_qkv = _pin(jax.lax.cond(windowed, *sides, q, k, v, out, lse, d_out_BGRTK))

@@ -12,7 +12,7 @@ from jaxtrain.optim.numerics import check_number
 from jaxtrain.optim.reports import nodes
 from jaxtrain.sharding.offload import on_devices
 from jaxtrain.state import TrainState
-from jaxtrain.tree import map_named, named_leaves, widen
+from jaxtrain.tree import map_named, named_leaves, to_accum_dtype
 
 
 class AverageState(NamedTuple):
@@ -62,7 +62,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     tx = optax.with_extra_args_support(tx)
 
     def init(params):
-        return AverageState(tx.init(params), widen(params), jnp.zeros([], jnp.int32))
+        return AverageState(tx.init(params), to_accum_dtype(params), jnp.zeros([], jnp.int32))
 
     def update(updates, state, params=None, **extra):
         if params is None:
@@ -70,7 +70,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
         updates, inner = tx.update(updates, state.inner_state, params, **extra)
         count = optax.safe_increment(state.count)
         rate = np.expm1(log) / jnp.expm1(log * count.astype(jnp.float32))
-        made = widen(optax.apply_updates(params, updates))
+        made = to_accum_dtype(optax.apply_updates(params, updates))
         moved = jax.tree.map(lambda old, new: old + rate * (new - old), state.ema, made)
         return updates, AverageState(inner, moved, count)
 

@@ -71,7 +71,7 @@ HEAVY = frozenset(
     [
         *REDUCTIONS,
         *IN_PLACE,
-        *("gather", "concatenate", "sort", "top_k"),
+        *("gather", "concatenate", "stack", "sort", "top_k"),
         *("cumsum", "cumlogsumexp", "cummax", "reduce_window_sum", "reduce_window_max"),
         *("select_and_scatter_add", "cholesky", "triangular_solve"),
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh
 
 from jaxtrain.experiment import Data, Metadata
-from jaxtrain.run.folder import Ownership
+from jaxtrain.run.folder import RunLock
 from jaxtrain.run.observe.alerts import Alerts
 from jaxtrain.run.observe.journal import Journal
 from jaxtrain.run.observe.sampling import Sampling
@@ -39,7 +39,7 @@ class Run:
     mfu: Callable[[float], float | None]
     options: RunOptions
     mesh: Mesh
-    owner: Ownership
+    owner: RunLock
     peers: PeerGroup
     watchdog: Watchdog
     log: Fanout

@@ -50,8 +50,8 @@ class Superseded(Ended):
     """Ends the process with ``SUPERSEDED`` where nobody catches it: its folder is another's now."""
 
 
-class Ownership:
-    """The claim of this start to a run's folder, ``path``; see :func:`claim_run_dir`."""
+class RunLock:
+    """The claim of this start to a run's folder, ``path``; see :func:`lock_run_dir`."""
 
     def __init__(self, path: epath.Path, token: str):
         self.path, self._token = path, token
@@ -179,14 +179,14 @@ def find_run_dir(
     return epath.Path(folder), resumes
 
 
-def claim_run_dir(
+def lock_run_dir(
     run_dir: epath.Path,
     *,
     name: str | None = None,
     resumes: bool = False,
     overwrite: bool = False,
     files: Iterable[str] = (),
-) -> Ownership:
+) -> RunLock:
     """Makes the folder that :func:`find_run_dir` has found this start's own.
 
     Of two that begin a run in one folder, one gets it. A start that resumes or overwrites takes the
@@ -231,7 +231,7 @@ def claim_run_dir(
 
     what = f"the claim of {run_dir}"
     folder, token = distributed.from_first_process(lambda: storage.retrying(claim, what))
-    return Ownership(epath.Path(folder), token)
+    return RunLock(epath.Path(folder), token)
 
 
 def has_checkpoint(directory: epath.Path) -> bool:

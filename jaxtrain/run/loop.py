@@ -23,8 +23,7 @@ from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
-from jaxtrain.planning.by_layer import parts_of
-from jaxtrain.planning.comparison import compare_with_run, estimate_compiled
+from jaxtrain.planning.comparison import compare_with_run, predict_run
 from jaxtrain.run import folder, provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.context import Run
@@ -46,11 +45,10 @@ from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
 from jaxtrain.run.survive.diagnosis import make_diverged
-from jaxtrain.run.survive.pace import Pace
 from jaxtrain.run.survive.peer_group import PeerGroup, open_peer_group
 from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
+from jaxtrain.run.survive.stragglers import Stragglers
 from jaxtrain.run.survive.watchdog import Watchdog
-from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
 
@@ -263,7 +261,7 @@ def _fit(
             overwrite=options.overwrite,
         )
         claim = functools.partial(
-            folder.claim_run_dir,
+            folder.lock_run_dir,
             run_dir,
             name=name if options.run_dir is None else None,
             resumes=resume,
@@ -282,7 +280,7 @@ def _fit(
         if resume and not saved:
             _check_unsaved(run_dir, journal)
         if saved:
-            with ledger.during("restore"):
+            with ledger.phase("restore"):
                 state = build.restore_state(experiment, abstract, checkpoints.restore)
         else:
             state = build.make_state(experiment, mesh)
@@ -291,7 +289,7 @@ def _fit(
         stopped = stopped_before(run_dir, start, go_on=go_on) if resume else None
         if stopped is not None:
             experiment = experiment.with_(steps=start)
-        with ledger.during("compile"):
+        with ledger.phase("compile"):
             train, programs = build.compile_loop(experiment, state, mesh, start, experiment.steps)
         if owner is None:  # Only now: whatever has been refused so far has left an older run alone.
             owner = claim()
@@ -302,10 +300,8 @@ def _fit(
         stack.enter_context(checkpoints)
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {name}", header)
-        estimated = estimate_compiled(programs, experiment, state, mesh)
-        parts = parts_of(state, estimated and estimated.kept, experiment)
-        peak = next(iter(programs.values())).memory_bytes
-        journal.ready(start, header, {"peak": peak, "parts": list(map(dataclasses.asdict, parts))})
+        predicted = predict_run(programs, experiment)
+        journal.ready(start, header, predicted.memory)
         texts = {folder.CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
         for file, text in (texts | dict(metadata.files)).items():
             write = functools.partial(_write_file, run_dir / file, text, keep=resume)
@@ -330,7 +326,8 @@ def _fit(
             if early.awaits(start):  # A signal came in that evaluation: it is for the next attempt.
                 end = Ending(PREEMPTED, start)
         if start < run.steps and end is None:
-            batches = stack.enter_context(data.train_batches(start, batch_sharding(mesh)))
+            lies = build.stream_shardings(experiment, mesh)
+            batches = stack.enter_context(data.train_batches(start, lies))
             state, end = _train(run, train, state, batches, [evaluation, saving], hooks, early)
         means = _finish(run, state, end, evaluation, saving)
         end = end or stopped or Ending(DONE, int(state.step))
@@ -344,10 +341,10 @@ def _fit(
             lines.append(f"best saved   {path}, eval/{metadata.best_metric} {value:.4f}")
             if options.saves_best and best.step != int(state.step):
                 run.progress.note(f"what is concluded is of checkpoint {best.step}, the best")
-                with ledger.during("restore"):
+                with ledger.phase("restore"):
                     found = build.restore_evaluated(experiment, abstract, checkpoints, best.step)
                 concluded = dataclasses.replace(found, step=best.step), best.evaluation
-    if compared := compare_with_run(programs, mesh, estimated, run.rate.seconds_per_step):
+    if compared := compare_with_run(predicted, mesh, run.rate.seconds_per_step):
         terminal.print_lines(compared)
     print_conclusion(experiment, *concluded, str(run_dir), journal)
     terminal.print_lines(lines)
@@ -359,7 +356,7 @@ def _opened(
     experiment: Experiment,
     options: RunOptions,
     mesh: Mesh,
-    owner: folder.Ownership,
+    owner: folder.RunLock,
     peers: PeerGroup,
     writers: Sequence[Writer],
     journal: Journal,
@@ -438,7 +435,7 @@ def _train(
     stopping: EarlyStopping,
 ) -> tuple[TrainState, Ending | None]:
     """Trains to the last step or an early end; returns the state, and how it has ended early."""
-    pace, skips = Pace(run.peers), ConsecutiveSkips(run.options.max_consecutive_skips)
+    stragglers, skips = Stragglers(run.peers), ConsecutiveSkips(run.options.max_consecutive_skips)
     early: Ending | None = None
 
     def ends(step: int) -> Ending | None:
@@ -447,16 +444,16 @@ def _train(
         return early
 
     ledger = run.journal.ledger
-    with ledger.during("step"), Profiling(run) as profiling:
+    with ledger.phase("step"), Profiling(run) as profiling:
         profiling.on_step(int(state.step), state)
         state = train_loop(
             train,
             state,
-            ledger.timed("data", pace.timed(batches)),
+            ledger.timed("data", stragglers.timed(batches)),
             steps=run.steps,
             steps_per_call=run.steps_per_call,
             hooks=[
-                *(run.watchdog, Logging(run, pace), profiling.ending),
+                *(run.watchdog, Logging(run, stragglers), profiling.ending),
                 *(*built_in, *hooks, skips, profiling),
             ],
             ends=ends,
@@ -486,7 +483,7 @@ def _finish(
         except Interrupted:
             end = Ending(PREEMPTED, last)
     seconds = LAST_SAVE_SECONDS if on_purpose else STOPPED_SAVE_SECONDS
-    with run.journal.ledger.during("save"):
+    with run.journal.ledger.phase("save"):
         saving.finish(last, state, seconds=seconds)
     if end.code == DIVERGED:
         skips = run.options.max_consecutive_skips

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.loss import Reduction, WeightedLoss
 from jaxtrain.sharding.placement import free_axes
-from jaxtrain.sharding.specs import names_of, within
+from jaxtrain.sharding.specs import names_of, restrict
 from jaxtrain.tree import PyTree, map_named
 
 Groups = list[list[int]]
@@ -43,7 +43,7 @@ class Shards:
 
     def places(self, specs: Mapping[str, P], tree: PyTree) -> PyTree:
         """How leaves that lie by ``specs`` come into the map, or leave it."""
-        return map_named(lambda name, _: within(specs[name], self.axes), tree)
+        return map_named(lambda name, _: restrict(specs[name], self.axes), tree)
 
     def gathered(self, params: PyTree) -> PyTree:
         """Within the map: parameters, or layers of them, whole along its axes."""
@@ -69,7 +69,7 @@ class Shards:
 
     def _split(self, spec: P) -> list[tuple[int, tuple[str, ...]]]:
         """The dimensions that the axes split, and which of them."""
-        kept = enumerate(within(spec, self.axes))
+        kept = enumerate(restrict(spec, self.axes))
         return [(d, names_of(entry)) for d, entry in kept if entry is not None]
 
     def _on_each_device(
@@ -84,7 +84,7 @@ class Shards:
 
         def apart(name: str, _: jax.Array) -> P:
             # A dimension that both split would be put together in another order.
-            both = [within(specs[name], self.axes), within(specs[name], free)]
+            both = [restrict(specs[name], self.axes), restrict(specs[name], free)]
             return P(*(None if a is not None else b for a, b in zip(*both, strict=True)))
 
         places = map_named(apart, tree)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.decisions import Kind
 from jaxtrain.sharding.mesh import BATCH_AXES, GATHERED_AXES, describe_mesh, slow_parts
 from jaxtrain.sharding.rules import Rule, Rules, as_rules
-from jaxtrain.sharding.specs import entries_of, names_of, tidy, within
+from jaxtrain.sharding.specs import entries_of, names_of, restrict, tidy
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
 Gather = Literal["step", "model"]
@@ -289,17 +289,17 @@ def _gathered_spec(name: str, leaf: Any, free: Sequence[str]) -> P:
     return P(*whole[len(shape) - rank :])
 
 
-def enter_loss(params: PyTree, shardings: PyTree | None = None) -> PyTree:
-    """Parameters as a loss is given them on a mesh: where :func:`entered_specs` says so, gathered.
+def gather_for_loss(params: PyTree, shardings: PyTree | None = None) -> PyTree:
+    """Parameters as a loss is given them on a mesh: where :func:`specs_for_loss` says so, gathered.
 
     Args:
       params, shardings: see there.
     """
-    specs = entered_specs(params, shardings)
+    specs = specs_for_loss(params, shardings)
     return params if specs is None else jax.lax.with_sharding_constraint(params, specs)
 
 
-def entered_specs(params: PyTree, shardings: PyTree | None = None) -> PyTree | None:
+def specs_for_loss(params: PyTree, shardings: PyTree | None = None) -> PyTree | None:
     """Returns the specs in which a loss that pins nothing reads parameters; None changes nothing.
 
     If three or more axes are left to XLA's partitioner and the batch's split weights too, it may
@@ -349,7 +349,7 @@ def _mesh_that_needs_it(params: PyTree) -> tuple[Any, tuple[str, ...]]:
 
 @contextlib.contextmanager
 def model_gathers() -> Iterator[None]:
-    """Checks that a loss traced within pins something, where :func:`enter_loss` would gather.
+    """Checks that a loss traced within pins something, where :func:`gather_for_loss` would gather.
 
     Raises:
       ValueError: where it calls neither :func:`constrain` nor :func:`gather`.
@@ -404,7 +404,7 @@ def constrain_tree(shardings: PyTree | None) -> Callable[[PyTree], PyTree]:
         if shardings is None or not in_shard_map():
             return tree if shardings is None else jax.lax.with_sharding_constraint(tree, shardings)
         free = free_axes(jax.sharding.get_abstract_mesh())
-        specs = jax.tree.map(lambda sharding: within(sharding.spec, free), shardings)
+        specs = jax.tree.map(lambda sharding: restrict(sharding.spec, free), shardings)
         return jax.lax.with_sharding_constraint(tree, specs)
 
     return pin

@@ -36,10 +36,10 @@ def axes_of(spec: P) -> Iterator[str]:
     return (axis for entry in spec if entry is not P.UNCONSTRAINED for axis in names_of(entry))
 
 
-def within(spec: P, axes: Container[str]) -> P:
+def restrict(spec: P, axes: Container[str]) -> P:
     """The spec without mesh axes other than these.
 
-    >>> within(P(("data", "fsdp"), "tensor"), ("fsdp", "pipe"))
+    >>> restrict(P(("data", "fsdp"), "tensor"), ("fsdp", "pipe"))
     P('fsdp', None)
     """
 

@@ -19,6 +19,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.compare.parity import worst
 from jaxtrain.models import decoder
+from jaxtrain.ops.context import exchange
 from tests import problems
 from tests.problems import record_gradients
 
@@ -189,6 +190,16 @@ def test_other_attention_agrees_with_one_device(form, layout, remat):
     if form == "dropped weights":
         apart = reference(form, "adamw", 4, remat), reference("gpt2", "adamw", 4, remat)
         assert worst(*(x["gradients"] for x in apart))[0] > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gpt2", "llama", "windows"])
+@pytest.mark.parametrize(
+    "layout", ["context 8", "context 4 x fsdp 2", "data 2 x tensor 2 x context 2"]
+)
+def test_rings_agree_with_one_device(form, layout):
+    with exchange("ring"):
+        test_layout_agrees_with_one_device(form, layout, 4, "none", "adamw")
 
 
 def test_dropout_masks_do_not_depend_on_the_mesh():

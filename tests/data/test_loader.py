@@ -283,6 +283,20 @@ evaluated = [shard.data[:, 0].tolist() for batch in eval_batches(Rows(), 8, shar
 for shard in batch["x"].addressable_shards:
     print("rows", shard.index[0].start, *shard.data[:, 0].tolist(), flush=True)
 print("eval", *sum(evaluated, []), flush=True)
+
+class Parts(Rows):
+    def __getitem__(self, index): return {"x": 10 * index + np.arange(4)}
+    def part(self, index, start, stop):
+        places.add((start, stop))
+        return {"x": self[index]["x"][start:stop]}
+
+# Each process has one half of every row.
+places, mesh = set(), jax.sharding.Mesh(np.array(devices).reshape(2, 2), ("data", "context"))
+split = {"x": NamedSharding(mesh, PartitionSpec("data", "context"))}
+whole = batches.batch(3)["x"][:, :1] * 10 + np.arange(4)
+for shard in Batches(Parts(), global_batch=8, seed=5).sharded(3, split)["x"].addressable_shards:
+    np.testing.assert_array_equal(shard.data, whole[shard.index])
+print("places", *places.pop(), len(places), flush=True)
 """
 
 
@@ -295,6 +309,10 @@ def test_two_processes_make_the_batch_of_one():
         if line[0] == "rows":
             got[int(line[1]) : int(line[1]) + 2] = map(int, line[2:])
     assert got == numbers(Batches(Rows(20), global_batch=8, seed=5).batch(3))
+    assert [line for out in lines for line in out if line[0] == "places"] == [
+        ["places", "0", "2", "0"],
+        ["places", "2", "4", "0"],
+    ]
     for out in lines:
         held = [number for line in out if line[0] == "rows" for number in line[2:]]
         assert len(held) == 4

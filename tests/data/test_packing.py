@@ -61,11 +61,13 @@ def test_rows_are_the_definition(texts, T):
     packed = PackedTokens(tokenize(documents_of(texts), ByteTokenizer()), T)
     expected = expected_rows(texts, T)
     assert len(packed) == len(expected)
-    for row, wanted in zip(packed, expected, strict=True):
+    for index, (row, wanted) in enumerate(zip(packed, expected, strict=True)):
         assert list(row) == list(DTYPES)
+        parts = [packed.part(index, t, min(t + 3, T)) for t in range(0, T, 3)]
         for name, dtype in DTYPES.items():
             assert row[name].dtype == dtype
             assert row[name].tolist() == wanted[name], name
+            assert np.concatenate([part[name] for part in parts]).tolist() == wanted[name], name
 
 
 @settings(max_examples=50, deadline=None)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.ops.lookup import look_up
+from jaxtrain.ops.lookup import embed_lookup
 from jaxtrain.planning.hlo import read_program
 
 B, T, V, D = 8, 16, 24, 32
@@ -25,7 +25,7 @@ def arrays():
 
 
 def total(table, tokens, weights, rows):
-    found = look_up(tokens, table, rows)
+    found = embed_lookup(tokens, table, rows)
     return (found * weights).sum(), found
 
 
@@ -86,7 +86,7 @@ def test_what_moves_is_activations_and_one_scattered_gradient():
 def test_a_frequent_token_is_summed_in_float32(mesh):
     rows = jnp.zeros((1, 1024), jnp.int32) + 5
     with jax.set_mesh(jt.make_mesh(**mesh)) if mesh else contextlib.nullcontext():
-        grad = jax.jit(jax.grad(lambda table: look_up(rows, table, "vocab").sum()))
+        grad = jax.jit(jax.grad(lambda table: embed_lookup(rows, table, "vocab").sum()))
         d_table = grad(jnp.zeros((8, 2), jnp.bfloat16))
     assert d_table.dtype == jnp.bfloat16
     assert d_table[5].tolist() == [1024, 1024]  # 256 in bfloat16

@@ -17,7 +17,7 @@ from jaxtrain.host import distributed, exit_codes, storage
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run import folder
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
-from jaxtrain.run.folder import Superseded, claim_run_dir, find_run_dir
+from jaxtrain.run.folder import Superseded, find_run_dir, lock_run_dir
 from tests.run.survive.processes import WORKER, Process, last_step, logged
 
 
@@ -59,19 +59,19 @@ def test_two_that_found_the_same_folder_do_not_both_get_it(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     found = [find_run_dir("gpt", None)[0] for _ in range(2)]
     assert found[0] == found[1]
-    first, second = (claim_run_dir(path, name="gpt") for path in found)
+    first, second = (lock_run_dir(path, name="gpt") for path in found)
     assert (str(first.path), str(second.path)) == ("runs/gpt-1", "runs/gpt-2")
     named = [find_run_dir("gpt", "mine")[0] for _ in range(2)]
-    claim_run_dir(named[0])
+    lock_run_dir(named[0])
     with pytest.raises(FileExistsError, match="another run has just begun in mine: choose another"):
-        claim_run_dir(named[1])
+        lock_run_dir(named[1])
 
 
 def test_who_resumes_or_overwrites_takes_the_folder_and_the_one_before_is_told(tmp_path, capsys):
     path = epath.Path(tmp_path / "run")
-    first = claim_run_dir(path)
+    first = lock_run_dir(path)
     first.check()
-    second = claim_run_dir(path, resumes=True)
+    second = lock_run_dir(path, resumes=True)
     second.check()
     with pytest.raises(Superseded) as stop:
         first.check()
@@ -79,7 +79,7 @@ def test_who_resumes_or_overwrites_takes_the_folder_and_the_one_before_is_told(t
     assert f"error: {path} belongs to another start of the run now (process " in (
         capsys.readouterr().err
     )
-    claim_run_dir(path, overwrite=True)
+    lock_run_dir(path, overwrite=True)
     assert second.taken_by() is not None
     # A token that cannot be read is storage's trouble, and nobody's claim.
     for content in ("", "[]", "{}", '{"token": 1}'):
@@ -108,10 +108,10 @@ def fail_once(monkeypatch, name, end, number=errno.EIO):
 def test_a_start_looks_again_where_storage_fails_for_a_moment(tmp_path, monkeypatch, name):
     path = epath.Path(tmp_path / "run")
     if name == "listdir":
-        claim_run_dir(path)
+        lock_run_dir(path)
     failed = fail_once(monkeypatch, name, "" if name == "replace" else "run")
     found, resumes = find_run_dir("gpt", str(path), auto_resume=True)
-    owner = claim_run_dir(found, resumes=resumes)
+    owner = lock_run_dir(found, resumes=resumes)
     assert failed
     assert resumes == (name == "listdir")
     assert owner.taken_by() is None
@@ -122,7 +122,7 @@ def make_run(folder):
     for name in ("checkpoints/10/state", "checkpoints/20/state", "config.json", "log.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
-    claim_run_dir(epath.Path(folder), resumes=True)
+    lock_run_dir(epath.Path(folder), resumes=True)
 
 
 def test_a_deletion_that_was_interrupted_is_finished_and_never_resumed(tmp_path, monkeypatch):
@@ -135,14 +135,14 @@ def test_a_deletion_that_was_interrupted_is_finished_and_never_resumed(tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            claim_run_dir(epath.Path(run), overwrite=True)
+            lock_run_dir(epath.Path(run), overwrite=True)
     assert len(os.listdir(run / "checkpoints")) == 2
     for options in ({"resume": True}, {}):
         with pytest.raises(FileExistsError, match="the rest of a run whose deletion was interrup"):
             find_run_dir("gpt", str(run), **options)
     found, resumes = find_run_dir("gpt", str(run), auto_resume=True)
     assert not resumes
-    claim_run_dir(found)
+    lock_run_dir(found)
     assert os.listdir(run) == ["owner.json"]
     assert find_run_dir("gpt", str(run), auto_resume=True)[1]
 
@@ -154,11 +154,11 @@ def test_what_a_launcher_overwrites_is_resumed_by_its_own_attempts_alone(tmp_pat
     for _ in range(2):  # The first attempt is lost before it claims the folder.
         found, resumes = find_run_dir("gpt", str(run), overwrite=True)
         assert not resumes
-    claim_run_dir(found, resumes=resumes, overwrite=True)
+    lock_run_dir(found, resumes=resumes, overwrite=True)
     (run / "checkpoints" / "30").mkdir(parents=True)
     found, resumes = find_run_dir("gpt", str(run), overwrite=True)
     assert resumes
-    claim_run_dir(found, resumes=resumes, overwrite=True)
+    lock_run_dir(found, resumes=resumes, overwrite=True)
     assert os.listdir(run / "checkpoints") == ["30"]
     monkeypatch.setenv(distributed.START, "another")
     assert not find_run_dir("gpt", str(run), overwrite=True)[1]
@@ -177,7 +177,7 @@ def test_overwriting_removes_links_and_nothing_behind_them(tmp_path):
     (run / "tensorboard").symlink_to(outside / "tb")
     (run / "checkpoints" / "50").symlink_to(outside / "50")
     (run / "events.jsonl").symlink_to(outside / "50" / "state")
-    claim_run_dir(epath.Path(run), overwrite=True)
+    lock_run_dir(epath.Path(run), overwrite=True)
     assert os.listdir(run) == ["owner.json"]
     assert tree(outside) == before
 
@@ -188,7 +188,7 @@ def test_a_folder_that_is_moved_while_its_run_goes_on_is_not_made_again(
     elapsed = []
     monkeypatch.setattr(storage, "pause", elapsed.append)
     monkeypatch.setattr(storage, "now", lambda: sum(elapsed))
-    owner = claim_run_dir(epath.Path(tmp_path / "run"))
+    owner = lock_run_dir(epath.Path(tmp_path / "run"))
     owner.check()
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(StorageError, match="has been moved or deleted while the run goes on"):
@@ -238,7 +238,7 @@ def test_overwriting_deletes_every_file_that_a_run_writes_and_no_other(tmp_path)
     written = {*folder.FILES, folder.HANG.format(3), f"{folder.CONFIG}.partial-0a"}
     for name in (*written, "mine.json", f"{folder.CONFIG}.old"):
         (run / name).write_text("{}")
-    claim_run_dir(run, overwrite=True)
+    lock_run_dir(run, overwrite=True)
     assert {path.name for path in run.iterdir()} == {
         folder.OWNER,
         "mine.json",

@@ -1,6 +1,7 @@
 """``python counting_run.py FOLDER FLAGS``: the GPT experiment, writing down which rows it reads.
 
-Each process leaves ``FOLDER/reads-N.json``: for each corpus, by its number of rows, what was read.
+Each process leaves ``FOLDER/reads-N.json``: for each corpus, by its number of rows, what was read,
+and ``FOLDER/places-N.json``, from where to where in each of these rows.
 """
 
 import collections
@@ -14,16 +15,18 @@ from experiments.gpt import Config, build
 from jaxtrain import data
 from jaxtrain.run.main import main
 
-reads = collections.defaultdict(list)
-original = data.PackedTokens.__getitem__
+reads, places = collections.defaultdict(list), collections.defaultdict(list)
+original = data.PackedTokens.part
 
 
-def counted(self, index):
+def counted(self, index, start, stop):
     reads[len(self)].append(index)
-    return original(self, index)
+    places[len(self)].append((start, stop))
+    return original(self, index, start, stop)
 
 
-data.PackedTokens.__getitem__ = counted
+data.PackedTokens.part = counted
 folder, *flags = sys.argv[1:]
 main(Config, build, flags)
-pathlib.Path(folder, f"reads-{jax.process_index()}.json").write_text(json.dumps(reads))
+for name, found in (("reads", reads), ("places", places)):
+    pathlib.Path(folder, f"{name}-{jax.process_index()}.json").write_text(json.dumps(found))

@@ -56,9 +56,9 @@ def logged(run, name):
     return {line["step"]: line[name] for line in lines if name in line}
 
 
-def saved_params(run, texts):
+def saved_params(run, texts, *more):
     """The parameters of the last checkpoint, on the host."""
-    experiment = build(parse(Config, flags_of(texts, run)))
+    experiment = build(parse(Config, flags_of(texts, run, *more)))
     abstract = make_abstract_state(experiment, make_experiment_mesh(experiment))
     with Checkpointer(run / "checkpoints") as checkpoints:
         assert checkpoints.steps() == [STEPS]
@@ -85,21 +85,26 @@ def test_processes_train_what_one_does(processes, devices, mesh, texts, alone, t
     assert len(printed) == 1
     assert printed[0].startswith("[0] ")
 
-    for name in ("train/loss", "train/grad_norm", "eval/loss"):
-        ours, wanted = logged(run, name), logged(alone, name)
-        assert ours.keys() == wanted.keys()
-        for step, value in wanted.items():
-            assert ours[step] == pytest.approx(value, rel=2e-5), (name, step)
-    ours, wanted = saved_params(run, texts), saved_params(alone, texts)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        # Measured: 8e-7 at most.
-        assert np.linalg.norm(a - b) < 5e-6 * np.linalg.norm(b)
+    check_same(run, alone, texts)
 
     assert len((run / "log.jsonl").read_text().splitlines()) == STEPS + 1
     assert len(list((run / "tensorboard").glob("events*"))) == 1
     assert json.loads((run / "config.json").read_text())["experiment"] == "gpt"
     check_shares(texts, tmp_path, processes)
+
+
+def check_same(run, alone, texts, *more):
+    """Two runs have the same losses, and parameters at the end."""
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        ours, wanted = logged(run, name), logged(alone, name)
+        assert ours.keys() == wanted.keys()
+        for step, value in wanted.items():
+            assert ours[step] == pytest.approx(value, rel=2e-5), (name, step)
+    ours, wanted = saved_params(run, texts, *more), saved_params(alone, texts, *more)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        # Measured: 8e-7 at most.
+        assert np.linalg.norm(a - b) < 5e-6 * np.linalg.norm(b)
 
 
 def check_shares(texts, folder, processes):
@@ -128,6 +133,28 @@ def check_shares(texts, folder, processes):
     assert sorted(set(evaluated) | {0}) == list(range(int(length)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["context", "expert"])
+def test_processes_that_split_rows_or_experts_train_what_one_does(axis, texts, alone, tmp_path):
+    """Of rows that they split, each process reads its own places."""
+    more = ["--model", "tiny-moe"] if axis == "expert" else []
+    if more:
+        alone, flags = tmp_path / "alone", flags_of(texts, tmp_path / "alone", *more)
+        main(Config, build, [*flags, "--sample-tokens", "0"])
+    run, script = tmp_path / "run", str(pathlib.Path(__file__).with_name("counting_run.py"))
+    mesh = ["--mesh.data", "1", f"--mesh.{axis}", "2", "--sample-tokens", "0"]
+    done = launch(2, 1, script, str(tmp_path), *flags_of(texts, run, *more, *mesh))
+    assert done.returncode == 0, done.stderr
+    check_same(run, alone, texts, *more)
+    for process in range(2):
+        of_train = json.loads((tmp_path / f"places-{process}.json").read_text())
+        first, *places = max(of_train.values(), key=len)
+        assert first == [0, 32]  # which tells the shapes
+        half = [16 * process, 16 * process + 16]
+        assert set(map(tuple, places)) == {tuple(half if axis == "context" else first)}
+        assert len(places) >= STEPS * (ROWS if axis == "context" else ROWS // 2)
+
+
 def test_what_cannot_be_is_said_by_all_processes_and_waits_for_none(texts, alone):
     """The folder is taken: process 0 finds it, and the others do not wait for it for ever."""
     done = launch(2, 1, "-m", "experiments.gpt", *flags_of(texts, alone))
@@ -139,11 +166,11 @@ def test_what_cannot_be_is_said_by_all_processes_and_waits_for_none(texts, alone
 ONE_FOLDER = """
 import jax
 from jaxtrain.host import distributed
-from jaxtrain.run.folder import claim_run_dir, find_run_dir
+from jaxtrain.run.folder import lock_run_dir, find_run_dir
 
 distributed.initialize()
 distributed.initialize()  # More calls do nothing.
-owner = claim_run_dir(find_run_dir("gpt", None)[0], name="gpt")
+owner = lock_run_dir(find_run_dir("gpt", None)[0], name="gpt")
 owner.check()
 print(owner.path, jax.process_count())
 """

@@ -30,9 +30,9 @@ from jaxtrain.loss import WeightedLoss, as_weighted
 from jaxtrain.sharding.collectives import Shards
 from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import free_axes
-from jaxtrain.sharding.specs import within
+from jaxtrain.sharding.specs import restrict
 from jaxtrain.stages import Stages, run_layers
-from jaxtrain.tree import PyTree, select, widen
+from jaxtrain.tree import PyTree, select, to_accum_dtype
 
 Sums = dict[str, jax.Array]  # of gradients, by the path of their parameter
 
@@ -253,7 +253,7 @@ def _eval_tick(device: _Device, carry: _Carry, tick: Mapping[str, Any]) -> tuple
 
     def head():
         batch, _ = device.microbatch(unit.microbatch)
-        return y, carry.loss + widen(as_weighted(plan.stages.leave(device.outer, y, batch)))
+        return y, carry.loss + to_accum_dtype(as_weighted(plan.stages.head(device.outer, y, batch)))
 
     y, loss = plan.choose(unit.last, head, lambda: (y, carry.loss))
     arrived = jax.lax.ppermute(y, "pipe", _ring(device))
@@ -399,12 +399,12 @@ def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
 
     def head(training, y):
         outer = replaced(device.outer, training)
-        loss = as_weighted(device.plan.stages.leave(outer, y, batch))
+        loss = as_weighted(device.plan.stages.head(outer, y, batch))
         return loss.total, loss
 
     _, pull, loss = jax.vjp(head, picked(device.outer, device.head_reads), y, has_aux=True)
     grads, d_y = pull(device.seeds_M[unit.microbatch])
-    return d_y, _added(device, carry.d_outer, unit, grads), carry.loss + widen(loss)
+    return d_y, _added(device, carry.d_outer, unit, grads), carry.loss + to_accum_dtype(loss)
 
 
 def _enter_backward(
@@ -437,7 +437,7 @@ def _start(device: _Device) -> _Carry:
     plan, table = device.plan, device.plan.table
 
     def sums_like(tree):
-        return zeros(jax.eval_shape(widen, tree))
+        return zeros(jax.eval_shape(to_accum_dtype, tree))
 
     def slots(count, shapes):
         return jax.tree.map(lambda s: jnp.zeros((count, *s.shape), s.dtype), shapes)
@@ -468,7 +468,7 @@ def _pin(device: _Device, carry: _Carry) -> _Carry:
     def sums(tree: Sums) -> Sums:
         if (specs := device.plan.gradient_specs) is None or not free:
             return tree
-        specs = {name: within(specs[name], free) for name in tree}
+        specs = {name: restrict(specs[name], free) for name in tree}
         return jax.lax.with_sharding_constraint(tree, specs)
 
     return dataclasses.replace(

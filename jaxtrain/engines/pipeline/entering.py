@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.jaxprs import equations
-from jaxtrain.sharding.placement import entered_specs, gather, replicated_params, specs_of
+from jaxtrain.sharding.placement import gather, replicated_params, specs_for_loss, specs_of
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages
 from jaxtrain.tree import PyTree, named_leaves
@@ -59,11 +59,11 @@ def _layers_of_stack(stack: Stack, params: PyTree, devices: int) -> tuple[int, .
     return stack.counts or (layers // parts,) * parts
 
 
-def enter_stages(
+def gather_for_stages(
     stages: Stages, params: PyTree, shardings: PyTree | None = None
 ) -> tuple[PyTree, Stages]:
-    """:func:`jaxtrain.sharding.placement.entered_specs` for stages: weights are gathered before the
-    first tick, and stay so wherever a stage reads them and hands back their gradients.
+    """:func:`jaxtrain.sharding.placement.specs_for_loss` for stages: weights are gathered before
+    the first tick, and stay so wherever a stage reads them and hands back their gradients.
 
     Outer parameters, shared ones too, are then whole on all axes: of a lookup in a table that is
     split by rows, XLA's partitioner aborts within the map over ``pipe``, or exchanges rows within a
@@ -71,9 +71,9 @@ def enter_stages(
 
     Args:
       stages, params: the model.
-      shardings: as for ``enter_loss``.
+      shardings: as for ``gather_for_loss``.
     """
-    specs = entered_specs(params, shardings)
+    specs = specs_for_loss(params, shardings)
     if specs is None:
         return params, stages
     pin = jax.lax.with_sharding_constraint
@@ -112,8 +112,9 @@ def gather_in_stages(stages: Stages, params: PyTree, microbatch: PyTree) -> Stag
     A model that pins activations alone leaves to XLA's partitioner how weights meet them. It may
     exchange parts of a weight with a permutation, of which all devices of the mesh are part, within
     a branch that only one stage takes: that one then waits for all others. Where anything is looked
-    up, by a token or of a target, parameters are whole on all axes, as of :func:`enter_stages`,
-    unless every device looks up what it has itself (:func:`jaxtrain.ops.lookup.look_up`).
+    up, by a token or of a target, parameters are whole on all axes, as those of
+    :func:`gather_for_stages`, unless every device looks up what it has itself
+    (:func:`jaxtrain.ops.lookup.embed_lookup`).
 
     Args:
       stages, params: the model.

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.engines.accumulated import split_microbatches
 from jaxtrain.engines.pipeline.buffers import rows, zeros
 from jaxtrain.engines.pipeline.device import Pipeline, device_program, residual_stream
-from jaxtrain.engines.pipeline.entering import enter_stages, gather_in_stages, layers_of_stages
+from jaxtrain.engines.pipeline.entering import gather_for_stages, gather_in_stages, layers_of_stages
 from jaxtrain.engines.pipeline.tables import Table, make_table
 from jaxtrain.engines.pipeline.units import schedule_arrays
 from jaxtrain.engines.plain import GradientEngine, GradientSums, seed_and_factor, trainable
@@ -36,9 +36,9 @@ from jaxtrain.sharding.collectives import Shards
 from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.placement import Gather
 from jaxtrain.sharding.row_keys import microbatch_keys, row_count
-from jaxtrain.sharding.specs import names_of, tidy, within
+from jaxtrain.sharding.specs import names_of, restrict, tidy
 from jaxtrain.stages import Stages, loss_from_stages
-from jaxtrain.tree import PyTree, by_paths, map_named, named_leaves, widen
+from jaxtrain.tree import PyTree, by_paths, map_named, named_leaves, to_accum_dtype
 
 REMAT = ("full", "none")
 
@@ -190,7 +190,7 @@ def _enter(
     if gather == "model" or once:
         stages = gather_in_stages(stages, params, rows(batch, 0))
     else:
-        params, stages = enter_stages(stages, params, shardings)
+        params, stages = gather_for_stages(stages, params, shardings)
     return dataclasses.replace(plan, stages=stages, counts=counts), params, batch
 
 
@@ -204,7 +204,7 @@ def _on_devices(
     stack = plan.stages.stacked
 
     def lies(name: str, specs: Mapping[str, P]) -> P:
-        entries = [*within(specs.get(name, P()), shards.axes)]
+        entries = [*restrict(specs.get(name, P()), shards.axes)]
         if stack.holds(name):
             entries += [None] * (stack.lead - len(entries))
             entries[stack.lead - 1] = ("pipe", *names_of(entries[stack.lead - 1]))
@@ -260,7 +260,7 @@ def _weights(
             "function of the batch alone, such as mask.sum()"
         )
     every = jnp.arange(microbatches)
-    return jax.lax.map(lambda j: widen(head(zeros(x), j).weight), every), total.dtype
+    return jax.lax.map(lambda j: to_accum_dtype(head(zeros(x), j).weight), every), total.dtype
 
 
 def _refuse_model_state(model_state: PyTree) -> None:

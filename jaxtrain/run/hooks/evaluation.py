@@ -51,7 +51,7 @@ class Evaluation(Hook):
         if not sets or self.latest[0] == step:
             return self.latest[1]
         means, numbers = {}, itertools.count()
-        with run.journal.ledger.during("evaluation"):
+        with run.journal.ledger.phase("evaluation"):
             for prefix, opened in sets.items():
                 batches = opened(batch_sharding(run.mesh))
                 first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
@@ -66,7 +66,7 @@ class Evaluation(Hook):
         run.progress.note(f"step {step}: held-out {told}")
         told = jax.eval_shape(reports, state.opt_state)
         if metadata.show is not None and any("_histogram/" in name for name in told):
-            with run.journal.ledger.during("evaluation"):
+            with run.journal.ledger.phase("evaluation"):
                 shown = natural(self.experiment, averaged(state))
                 run.log.show(step, metadata.show(shown, means))
         run.rate.pause()
@@ -80,7 +80,7 @@ class Evaluation(Hook):
         leaves, structure = jax.tree.flatten(batch)
         shapes = (structure, *map(jax.typeof, leaves))
         if shapes not in self._steps:
-            with self.run.journal.ledger.during("compile"):
+            with self.run.journal.ledger.phase("compile"):
                 made = compile_eval(self.experiment, state, batch, self.run.mesh)
             self._steps[shapes] = made
         return self._steps[shapes]

@@ -9,14 +9,14 @@ from jaxtrain.host import memory
 from jaxtrain.run.context import Run
 from jaxtrain.run.hook import Hook, Value
 from jaxtrain.run.observe.writers import Histogram
-from jaxtrain.run.survive.pace import Pace
+from jaxtrain.run.survive.stragglers import Stragglers
 
 
 class Logging(Hook):
     """Writes metrics to the logs every so many steps, and shows each step's loss."""
 
-    def __init__(self, run: Run, pace: Pace):
-        self.run, self.pace = run, pace
+    def __init__(self, run: Run, stragglers: Stragglers):
+        self.run, self.stragglers = run, stragglers
         self.timed_to = 0
         self.shown: Mapping[str, Value] = {}
 
@@ -39,7 +39,7 @@ class Logging(Hook):
         if seconds is not None:
             values["time/step_seconds"] = seconds
             values[f"time/{data.item}_per_second"] = rate.items_per_second
-            values |= self.pace.report(seconds) | run.sampling.report()
+            values |= self.stragglers.report(seconds) | run.sampling.report()
             if "device/energy" in values:
                 run.journal.costs["kwh"] = values["device/energy"]
             if (utilisation := run.mfu(seconds)) is not None:

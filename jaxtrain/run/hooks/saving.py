@@ -81,7 +81,7 @@ class Saving(Hook):
 
     def save(self, step: int, state: TrainState) -> None:
         """Starts writing ``state``; returns when its buffers have been copied."""
-        with self.run.journal.ledger.during("save"):
+        with self.run.journal.ledger.phase("save"):
             # What the save before could not do is known now, and no reason to leave out this one.
             settled = self._settle()
             self.saved_at = self.clock()

@@ -22,15 +22,15 @@ ACTIVITIES = ("init", "restore", "compile", "data", "step", "evaluation", "save"
 LOST, DOWN = "lost steps", "down"
 
 
-class Ledger:
+class TimeLedger:
     """The seconds of one attempt, each of them in one activity.
 
     Args:
       began: when the attempt began, in seconds since 1970; None for now.
 
     >>> ticks = iter([10.0, 12.0, 15.0, 16.0])
-    >>> ledger = Ledger(clock=lambda: next(ticks), wall=lambda: 0.0)
-    >>> with ledger.during("compile"):
+    >>> ledger = TimeLedger(clock=lambda: next(ticks), wall=lambda: 0.0)
+    >>> with ledger.phase("compile"):
     ...     pass
     >>> ledger.seconds()
     {'init': 3.0, 'compile': 3.0}
@@ -50,7 +50,7 @@ class Ledger:
         self._seconds = {"init": now - self.began}
 
     @contextlib.contextmanager
-    def during(self, activity: str) -> Iterator[None]:
+    def phase(self, activity: str) -> Iterator[None]:
         """Charges the time of the ``with`` body, minus what that charges to other activities."""
         before = self.begin(activity)
         try:
@@ -70,7 +70,7 @@ class Ledger:
         """Passes items on, and books the waits for them."""
         items, nothing = iter(items), object()
         while True:
-            with self.during(activity):
+            with self.phase(activity):
                 item = next(items, nothing)
             if item is nothing:
                 return

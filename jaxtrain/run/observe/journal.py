@@ -21,9 +21,9 @@ from etils import epath
 from jaxtrain.host import output, storage
 from jaxtrain.host.exit_codes import Ended
 from jaxtrain.host.paths import is_remote, json_object, read_if_there, write_whole
-from jaxtrain.run.folder import EVENTS, HEARTBEAT, LOG, Ownership
+from jaxtrain.run.folder import EVENTS, HEARTBEAT, LOG, RunLock
 from jaxtrain.run.observe import goodput
-from jaxtrain.run.observe.goodput import Ledger
+from jaxtrain.run.observe.goodput import TimeLedger
 from jaxtrain.run.observe.writers import GrowingFile
 
 # Every event, as a line names it.
@@ -58,14 +58,14 @@ class Journal:
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.ledger = Ledger(began, wall=wall)
+        self.ledger = TimeLedger(began, wall=wall)
         self.attempt, self.step = 1, 0
         self.step_times: Mapping[int, int] = {}
         self.costs: dict[str, float] = {}
         self.identity = _identity({"began": self.ledger.began, "host": socket.gethostname()})
         self._wall, self._clock, self._beat_seconds = wall, clock, beat_seconds
         self._first_step: int | None = None
-        self._owner: Ownership | None = None
+        self._owner: RunLock | None = None
         self._file: GrowingFile | None = None
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._lost_steps = self._failed_saves = self._alerts = 0
@@ -88,7 +88,7 @@ class Journal:
         self.beat(ended=ended)
         self._file.close()
 
-    def open(self, owner: Ownership) -> None:
+    def open(self, owner: RunLock) -> None:
         """Begins to write, in a folder that this start has just claimed."""
         self._owner = owner
         if jax.process_index() != 0:

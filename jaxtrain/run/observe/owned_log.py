@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 
 from jaxtrain.host.paths import is_remote
-from jaxtrain.run.folder import Ownership
+from jaxtrain.run.folder import RunLock
 from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.writers import Fanout, Shown
 from jaxtrain.run.survive.peer_group import PeerGroup
@@ -20,7 +20,7 @@ class OwnedLog:
     # A bucket takes long enough to answer for the devices to wait.
     LOOK_SECONDS = 10.0
 
-    def __init__(self, log: Fanout, owner: Ownership, peers: PeerGroup):
+    def __init__(self, log: Fanout, owner: RunLock, peers: PeerGroup):
         self._log, self._owner, self._peers = log, owner, peers
         self._taken, self._looked_at = False, -math.inf
 

@@ -33,7 +33,7 @@ class Sampling:
     def report(self) -> dict[str, float]:
         """Tells the first process, and returns what is known there of all; elsewhere of this one.
 
-        Called when :meth:`Pace.report` has been, so without a collective.
+        Called when :meth:`Stragglers.report` has been, so without a collective.
         """
         newest = self._newest
         found = {0: newest}

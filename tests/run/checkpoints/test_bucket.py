@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from jaxtrain import data
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path
-from jaxtrain.run.folder import claim_run_dir, find_run_dir
+from jaxtrain.run.folder import find_run_dir, lock_run_dir
 from jaxtrain.run.observe import writers
 from tests.run.storage_faults import HttpError
 from tests.run.test_loop import lines
@@ -161,7 +161,7 @@ def test_the_folder_of_a_run(bucket):
     folder = "gs://bucket/runs/a"
     found, resumes = find_run_dir("gpt", folder)
     assert (str(found), resumes) == (folder, False)
-    first = claim_run_dir(found)
+    first = lock_run_dir(found)
     for name in ("config.json", "tensorboard/events.out.tfevents.1", "thesis.tex"):
         write(found / name, b"{}")
     with pytest.raises(FileExistsError, match="gs://bucket/runs/a holds a run already"):
@@ -170,7 +170,7 @@ def test_the_folder_of_a_run(bucket):
     found, resumes = find_run_dir("gpt", folder, overwrite=True)
     assert not resumes
     assert first.taken_by() is None
-    second = claim_run_dir(found, overwrite=True)
+    second = lock_run_dir(found, overwrite=True)
     assert first.taken_by().startswith("process ")
     assert second.taken_by() is None
     assert sorted(path.name for path in found.iterdir()) == ["owner.json", "thesis.tex"]

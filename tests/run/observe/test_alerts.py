@@ -14,7 +14,7 @@ import pytest
 from etils import epath
 
 import jaxtrain as jt
-from jaxtrain.run.folder import claim_run_dir
+from jaxtrain.run.folder import lock_run_dir
 from jaxtrain.run.observe import alert_rules, alerts
 from jaxtrain.run.observe.alerts import Alerts
 from jaxtrain.run.observe.journal import Journal, read_events
@@ -307,7 +307,7 @@ def test_what_is_said_of_a_failed_post_has_nothing_of_its_address(
     monkeypatch.setattr(alerts.urllib.request, "urlopen", fail)
     monkeypatch.setattr(alerts, "POST_PAUSES", (0.0,))
     journal = Journal()
-    journal.open(claim_run_dir(epath.Path(tmp_path / "run")))
+    journal.open(lock_run_dir(epath.Path(tmp_path / "run")))
     told = Told(tmp_path / "run", "host_memory=0.5", journal=journal)
     told.alerts._webhook = "http://localhost:1/s3cret"
     with told.alerts:
@@ -371,7 +371,7 @@ def test_a_run_in_which_nothing_moves_alarms_once(tmp_path, monkeypatch):
     monkeypatch.setattr(alerts, "LOOK_SECONDS", 0.01)
     idle = [(0.0, "")]
     journal = Journal()
-    journal.open(claim_run_dir(epath.Path(tmp_path / "run")))
+    journal.open(lock_run_dir(epath.Path(tmp_path / "run")))
     told = Told(tmp_path / "run", "stall=30:save", journal=journal, idle=lambda: idle[0])
 
     with told.alerts:

@@ -10,7 +10,7 @@ import pytest
 from etils import epath
 
 import jaxtrain as jt
-from jaxtrain.run.folder import claim_run_dir
+from jaxtrain.run.folder import lock_run_dir
 from jaxtrain.run.observe import goodput, journal
 from jaxtrain.run.observe.goodput import Attempt
 from jaxtrain.run.observe.journal import Journal
@@ -77,7 +77,7 @@ def test_every_record_says_when_which_attempt_and_where_and_restarts_are_counted
 def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
     now = [1000.0]
     silent = Journal(beat_seconds=3600, wall=lambda: now[0])
-    silent.open(claim_run_dir(epath.Path(tmp_path / "run")))
+    silent.open(lock_run_dir(epath.Path(tmp_path / "run")))
     silent.ready(0, {})
     silent.step = 9
     silent.costs |= {"chips": 8, "price": 2.5, "kwh": 0.25}
@@ -87,7 +87,7 @@ def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
         file.write('{"event": "checkpo')
     now[0] = 1500.0
     second = Journal(1480.0, wall=lambda: now[0])
-    second.open(claim_run_dir(epath.Path(tmp_path / "run"), resumes=True))
+    second.open(lock_run_dir(epath.Path(tmp_path / "run"), resumes=True))
     second.ready(6, {})
     second.step = 8
     second.costs |= {"chips": 4, "kwh": 0.5}
@@ -159,7 +159,7 @@ def test_the_account_of_a_run_that_is_killed_is_its_time_on_the_wall(texts, tmp_
 def test_the_age_of_a_checkpoint_is_no_matter_of_the_wall_clock(tmp_path):
     wall, clock = [1e9], [50.0]
     times = {"wall": lambda: wall[0], "clock": lambda: clock[0]}
-    owner = claim_run_dir(epath.Path(tmp_path))
+    owner = lock_run_dir(epath.Path(tmp_path))
     with Journal(wall[0], beat_seconds=1e9, **times) as written:
         written.open(owner)
         written.event("checkpoint", step=1)
@@ -191,7 +191,7 @@ def test_no_beat_that_is_still_being_written_hides_the_last_one(tmp_path, monkey
 
     monkeypatch.setattr(journal, "write_whole", slow)
     with Journal(beat_seconds=0.01) as written:
-        written.open(claim_run_dir(epath.Path(tmp_path / "run"), resumes=False, overwrite=False))
+        written.open(lock_run_dir(epath.Path(tmp_path / "run"), resumes=False, overwrite=False))
         assert writing.wait(5)
     time.sleep(0.4)
     assert journal.read_heartbeat(epath.Path(tmp_path / "run"))["ended"] == "done"

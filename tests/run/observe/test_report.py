@@ -20,7 +20,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import cli
-from jaxtrain.run.folder import claim_run_dir
+from jaxtrain.run.folder import lock_run_dir
 from jaxtrain.run.observe.report import (
     command,
     health,
@@ -188,7 +188,7 @@ def test_a_run_leaves_its_report_and_its_curves_where_it_has_any(tmp_path, monke
     assert len(command.leave_report(short)) == 1
     assert command.leave_report(long)[1:] == [f"curves       {long}/report.png"]
     assert (long / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert claim_run_dir(long, overwrite=True).path
+    assert lock_run_dir(long, overwrite=True).path
     assert not (long / "report.png").exists()
 
 

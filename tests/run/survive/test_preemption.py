@@ -16,9 +16,9 @@ from jaxtrain.host.distributed import from_first_process
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, digest
 from jaxtrain.run.survive import peer_group, preemption
-from jaxtrain.run.survive.pace import Pace
 from jaxtrain.run.survive.peer_group import PeerGroup
 from jaxtrain.run.survive.preemption import Preempted
+from jaxtrain.run.survive.stragglers import Stragglers
 from tests.run.streams import during
 from tests.run.test_loop import make_experiment
 from tests.waiting import eventually
@@ -294,7 +294,7 @@ def test_silence_is_noticed(monkeypatch):
 def test_the_pace_of_processes_is_compared_in_the_first():
     lines, _ = peer_groups(2, [])
     now = [0.0]
-    paces = [Pace(line, clock=lambda: now[0]) for line in lines]
+    paces = [Stragglers(line, clock=lambda: now[0]) for line in lines]
 
     def batches(seconds):
         for i in range(4):
@@ -313,7 +313,7 @@ def test_the_pace_of_processes_is_compared_in_the_first():
     }
     for line in lines:
         line.close()
-    alone = Pace(PeerGroup(0, 1, {}, {}))
+    alone = Stragglers(PeerGroup(0, 1, {}, {}))
     assert alone.report(1.0) == {"time/data_seconds": 0.0}
 
 

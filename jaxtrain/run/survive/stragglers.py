@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.run.survive.peer_group import PeerGroup
 
 
-class Pace:
+class Stragglers:
     """Compares the processes of a run, without a collective.
 
     Processes that compute one step together take equally long over it, whoever holds them up; a
