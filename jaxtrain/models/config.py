@@ -122,8 +122,10 @@ class ExpertFields:
       routed_scale: multiplies the weights of the chosen experts.
       groups, groups_per_token: experts are in groups of neighbours, of which so many are chosen
         first, by their two best experts each.
-      balance: coefficient of the loss that is least where experts are chosen equally often in a
-        row, 1 in each layer then; the sum over layers is added to a token's loss.
+      balance: coefficient of the loss that is least where experts are chosen equally often, 1 in
+        each layer then; the sum over layers is added to a token's loss.
+      balance_over: whose choices are to be equally often of each expert: those of each ``"row"``,
+        or of a whole ``"step"``, which are those of the step before, kept beside the router.
       router_z: the same of the squared log of the router's normaliser.
     """
 
@@ -135,6 +137,7 @@ class ExpertFields:
     groups: int = 1
     groups_per_token: int = 1
     balance: float = 0.01
+    balance_over: Literal["row", "step"] = "row"
     router_z: float = 0.001
 
     def _check_experts(self) -> None:

@@ -65,7 +65,7 @@ _OF_LAYER = (
     (r"mlp/(up|gate)/bias$", ("mlp",)),
     (r"mlp/down/kernel$", ("mlp", "embed")),
     (r"experts/router/kernel$", ("embed", None)),
-    (r"experts/router/(bias|shift)$", (None,)),
+    (r"experts/(router/(bias|shift)|shares)$", (None,)),
     (r"experts/(up|gate)/bias$", ("experts", "mlp")),
     (r"experts/down/bias$", ("experts", None)),
     (r"experts/(up|gate)/kernel$", ("experts", "embed", "mlp")),
