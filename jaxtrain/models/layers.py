@@ -37,7 +37,7 @@ from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.remat import PRODUCT, keeping, rematerialised
-from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
+from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate, sinusoidal_positions
 from jaxtrain.ops.routing import Routes, route
 from jaxtrain.sharding.placement import (
     check_length,
@@ -299,7 +299,8 @@ def row_attention(
     local, pattern = is_local(config, index), config.window_pattern
     known = isinstance(local, bool)
     counts = map(pattern.count, (False, True))
-    mask = Mask(config.causal, config.window, segments_BT, windowed=None if known else local)
+    how = {"windowed": None if known else local, "leading": config.global_tokens or 0}
+    mask = Mask(config.causal, config.window, segments_BT, **how)
     shares = contextlib.nullcontext() if known else branch_shares(*counts)
     with shares:
         return attention(
@@ -326,7 +327,8 @@ def step_attention(
     if not isinstance(local := is_local(config, index), bool):
         # All of the cache is read in any case, and masked.
         window = jnp.where(local, window, jnp.iinfo(jnp.int32).max)
-    form = {"window": window, "scale": _scale(config), "softcap": config.attention_softcap}
+    form = {"window": window, "leading": config.global_tokens or 0}
+    form |= {"scale": _scale(config), "softcap": config.attention_softcap}
     return chunk_attention(q_BCHK, k_BGCK, v_BGCK, start_B, tiles, **form)
 
 
@@ -373,7 +375,7 @@ def positions(config: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
 
 
 class Embed(nnx.Module):
-    """Token table [V, D] and, in the GPT-2 form, position table [T, D]."""
+    """Token table [V, D] and, in the GPT-2 form, position table [T, D], or sinusoidal positions."""
 
     def __init__(self, config: TokenFields, *, rngs: nnx.Rngs) -> None:
         table_VD = normal(rngs, config.padded_vocab, config.width)
@@ -383,12 +385,16 @@ class Embed(nnx.Module):
         self.learned = config.positions == "learned"
         if self.learned:
             self.positions = nnx.Param(normal(rngs, config.seq_len, config.width))
+        self.theta = config.rope_theta if config.positions == "sinusoidal" else None
         self.factor = config.width**0.5 if config.embed_scale else None
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x_BTD = embed_lookup(tokens_BT, self.tokens.get_value(), "vocab")
         if self.factor is not None:
             x_BTD *= jnp.asarray(self.factor, x_BTD.dtype)
+        if self.theta is not None:
+            of_BTD = sinusoidal_positions(positions_BT, x_BTD.shape[-1], theta=self.theta)
+            return x_BTD + constrain(of_BTD, "batch", "sequence", None).astype(x_BTD.dtype)
         return (
             x_BTD + embed_lookup(positions_BT, self.positions.get_value())
             if self.learned
