@@ -67,6 +67,7 @@ class CompiledStep:
         values of each :class:`jaxtrain.decisions.Kind`.
       jaxpr: what was traced, closed.
       batch_shardings: where a batch is to lie; None without a mesh.
+      arguments: the shapes of the state and the batch, with their shardings on a mesh.
     """
 
     compiled: jax.stages.Compiled
@@ -75,7 +76,7 @@ class CompiledStep:
     findings: Mapping[Kind, tuple[Any, ...]]
     jaxpr: Any
     batch_shardings: PyTree | None
-    _shapes: tuple[PyTree, PyTree]
+    arguments: tuple[PyTree, PyTree]
     _compared: bool = False
 
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
@@ -98,7 +99,7 @@ class CompiledStep:
             return self.compiled(state, self.place(batch))
         except (TypeError, ValueError):
             # Looked for only now, so that a good call pays nothing for it.
-            for what, *pair in zip(("state", "batch"), self._shapes, (state, batch), strict=True):
+            for what, *pair in zip(("state", "batch"), self.arguments, (state, batch), strict=True):
                 _check_like(what, *pair)
             raise
 
@@ -261,8 +262,10 @@ def compile_step(
     checks = _check_compiled(compiled, state, state_in) if donate else []
     checks.append(Check("no recompilation", "compiled ahead of time for fixed shapes", True))
     checks += _check_products(traced.jaxpr.jaxpr, batch_shapes)
-    shapes = state_shapes, batch_shapes
-    result = CompiledStep(compiled, checks, seconds, findings, traced.jaxpr, batch_in, shapes)
+    arguments = state_shapes, batch_shapes
+    if mesh is not None:
+        arguments = shapes_on(arguments, (state_in, batch_in))
+    result = CompiledStep(compiled, checks, seconds, findings, traced.jaxpr, batch_in, arguments)
     if any(check.holds is False for check in checks):
         raise RuntimeError(f"the compiled step breaks a promise:\n{result.report()}")
     return result

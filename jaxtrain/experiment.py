@@ -4,6 +4,7 @@ An experiment module has ``build(config) -> Experiment``. Because everything tak
 what was planned is what is trained.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -20,7 +21,7 @@ from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.method import Method
 from jaxtrain.ops.attention import preferred
 from jaxtrain.ops.context import exchange
-from jaxtrain.ops.remat import keeping
+from jaxtrain.ops.remat import keeping, layout_keeps
 from jaxtrain.optim import freezing
 from jaxtrain.optim.masks import Mask
 from jaxtrain.precision import Policy, as_policy
@@ -301,7 +302,8 @@ def lay_out(experiment: Experiment) -> Laid:
         )
     if not layout.sequence_parallel:
         rules = dataclasses.replace(rules, axes=dict(rules.axes) | {"residual": "context"})
-    wrap = functools.partial(_attending, layout)
+    contexts = {preferred: layout.attention, exchange: layout.exchange, layout_keeps: layout.remat}
+    wrap = functools.partial(_within, {c: x for c, x in contexts.items() if x is not None})
     made = {name: wrap(getattr(task, name)) for name in ("loss_fn", "eval_loss_fn")}
     stack = rules.stacked
     if (given := task.stages) is not None:
@@ -370,17 +372,19 @@ def _cut_for(experiment: Experiment) -> Stack:
     return dataclasses.replace(even, counts=counts)
 
 
-def _attending(layout: Layout, function: Callable[..., Any] | None) -> Any:
-    """Returns the function with the layout's choices of attention where its model leaves them."""
-    if function is None or layout.attention is layout.exchange is None:
+def _within(contexts: Mapping[Any, str], function: Callable[..., Any] | None) -> Any:
+    """Returns the function with what a layout chooses where its model leaves that open."""
+    if not contexts or function is None:
         return function
 
     @functools.wraps(function)
-    def attending(*args: Any, **kwargs: Any) -> Any:
-        with preferred(layout.attention or "auto"), exchange(layout.exchange):
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for context, value in contexts.items():
+                stack.enter_context(context(value))
             return function(*args, **kwargs)
 
-    return attending
+    return within
 
 
 def _of_natural(stack: Stack, loss_fn: Callable[..., Any] | None) -> Any:

@@ -206,7 +206,8 @@ def _times(eqn: Any) -> int:
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
     if eqn.primitive.name == "while":
-        return mean_trips(eqn) or 1
+        trips = mean_trips(eqn)
+        return 1 if trips is None else trips
     if eqn.primitive.name == "pallas_call":
         return math.prod(eqn.params["grid_mapping"].grid)
     if eqn.primitive.name == "shard_map":

@@ -37,7 +37,7 @@ ABSENT = {
     r"^jaxtrain runs": "runs/ of so many; tests/study/test_runs.py has some",
     r"^jaxtrain coordinates": "its verdict needs widths; tests/models/test_mup.py has two",
     r"^jaxtrain serve": "it serves until it is interrupted; tests/serve/test_command.py starts it",
-    r"^curl": "a server of a classifier; tests/serve/test_classify.py starts one",
+    r"^curl": "a server; tests/serve/test_classify.py and test_sources.py start some",
     r"--tasks hellaswag": "the harness's tasks; tests/evaluate has some of its own",
     r"^tpu_setup/|^export TPU_": "gcloud; tests/tpu_setup runs the scripts with stand-ins",
     r"^set [-+]a|^\. ": "the shell of a GPU host",

@@ -34,6 +34,7 @@ ROWS = {
     "population": population.main,
     "recipes": recipes.main,
     "serve": serving.main,
+    "exact": serving.exact_bits,
     "serve_http": serving.over_http,
     "torch": against_torch.main,
     "throughput": throughput.main,

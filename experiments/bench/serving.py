@@ -1,24 +1,25 @@
-"""Serving: requests that share an engine, against the same ones answered one after another; in this
-process, and over HTTP."""
+"""Serving: requests that share an engine, against the same ones answered one after another, in this
+process and over HTTP; and a trainer's log-probabilities with the bits of a server."""
 
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import http.client
 import json
 import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from experiments.bench import Rounds, Variant, row
 from jaxtrain.data import ByteTokenizer
-from jaxtrain.models import decoder
+from jaxtrain.models import decoder, exact
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.serve.server import make_app
@@ -44,8 +45,9 @@ def main(config: Config) -> None:
     model, params, prompts, shape = _work(config)
     asked = [Request(prompt, config.tokens, temperature=0) for prompt in prompts]
 
-    def variant(slots: int, *, one_by_one: bool) -> Variant:
-        engine = Engine(model, params, slots=slots, readers=8 if slots > 2 else 2)
+    def variant(slots: int, *, one_by_one: bool = False, exact: bool = False) -> Variant:
+        readers = 8 if slots > 2 else 2
+        engine = Engine(model, params, slots=slots, readers=readers, exact=exact)
         engine.warm_up()
 
         def run() -> None:
@@ -61,8 +63,49 @@ def main(config: Config) -> None:
         return Variant(run, {"slots": slots, "programs": engine.programs})
 
     variants = {"one by one": variant(2, one_by_one=True)}
-    variants |= {f"{n} slots": variant(n, one_by_one=False) for n in config.slots}
+    variants |= {f"{n} slots": variant(n) for n in config.slots}
+    variants |= {f"{n} slots, exact": variant(n, exact=True) for n in config.slots}
     row("serve", config, variants, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactConfig(Rounds):
+    """Log-probabilities of a batch with the bits of a server, against those of the usual pass, and
+    their gradients."""
+
+    model: str = "tiny"
+    """A preset of the GPT."""
+    rows: int = 8
+    """Rows of the batch, each as long as the model was trained with."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Numbers of the model."""
+    rounds: int = 5
+
+
+def exact_bits(config: ExactConfig) -> None:
+    """Runs the row and prints it."""
+    model = decoder.PRESETS[config.model]()
+    params = decoder.init(model, jax.random.key(0))
+    params = jax.tree.map(lambda x: x.astype(config.dtype), params)
+    shape = config.rows, model.seq_len + 1
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, shape)
+    mask = np.ones((config.rows, model.seq_len), np.float32)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
+
+    def usual(params: Any, batch: Any) -> jax.Array:
+        return decoder.log_probs(model, params, decoder.run(model, params, batch), batch)
+
+    own = functools.partial(exact.log_probs, model)
+    calls = {"usual": usual, "exact": own}
+    for name, call in tuple(calls.items()):
+        calls[f"{name}, gradient"] = jax.grad(lambda *given, call=call: call(*given).sum())
+
+    def variant(call: Callable[..., Any]) -> Variant:
+        call = jax.jit(call)
+        return Variant(lambda: jax.block_until_ready(call(params, batch)))
+
+    variants = {name: variant(call) for name, call in calls.items()}
+    row("exact", config, variants, {"model": dataclasses.asdict(model)})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,6 +124,56 @@ def _read_qwen_moe(theirs: dict[str, Any]) -> dict[str, Any]:
     return _read_qwen(theirs)
 
 
+# Latent attention, a router's bias and shared experts; the first layers have Llama's MLP.
+DEEPSEEK_V3_ROWS = (
+    *(row for row in MOE_ROWS if not re.match("blocks/attn/(q|k|v|norm)", row.ours)),
+    Row("blocks/experts/router/bias", "model.layers.{l}.mlp.gate.e_score_correction_bias"),
+    Row("blocks/attn/q_down/kernel", "model.layers.{l}.self_attn.q_a_proj.weight", T),
+    Row("blocks/attn/norm_q/scale", "model.layers.{l}.self_attn.q_a_layernorm.weight"),
+    Row("blocks/attn/q/kernel", "model.layers.{l}.self_attn.q_b_proj.weight", T),
+    Row("blocks/attn/kv_down/kernel", "model.layers.{l}.self_attn.kv_a_proj_with_mqa.weight", T),
+    Row("blocks/attn/norm_kv/scale", "model.layers.{l}.self_attn.kv_a_layernorm.weight"),
+    Row("blocks/attn/kv/kernel", "model.layers.{l}.self_attn.kv_b_proj.weight", T),
+    Row("blocks/mlp/gate/kernel", "model.layers.{l}.mlp.shared_experts.gate_proj.weight", T),
+    Row("blocks/mlp/up/kernel", "model.layers.{l}.mlp.shared_experts.up_proj.weight", T),
+    Row("blocks/mlp/down/kernel", "model.layers.{l}.mlp.shared_experts.down_proj.weight", T),
+)
+
+
+def _read_deepseek(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions, the sizes of a head's parts, and layers without experts."""
+    for name in ("head_dim", "qk_head_dim"):  # which transformers writes, and does not read
+        theirs.pop(name, None)
+    free, rotated = (
+        positions.positive(theirs, f"qk_{name}_head_dim", size)
+        for name, size in (("nope", 128), ("rope", 64))
+    )
+    first, width = theirs.pop("first_k_dense_replace", 3), theirs.pop("intermediate_size", 18432)
+    dense = {"dense_layers": first or None, "dense_width": width if first else None}
+    return (
+        positions.read_latent_rope(theirs)
+        | dense
+        | {
+            "head_dim": free + rotated,
+            "rope_dim": rotated,
+        }
+    )
+
+
+def _write_deepseek(config: DecoderConfig) -> dict[str, Any]:
+    if config.kv_rank is None or config.q_rank is None or config.shared_experts is None:
+        raise ValueError(
+            "deepseek_v3 has latent vectors of queries and of keys, and shared experts: the model "
+            "lacks one of them"
+        )
+    return positions.write_rope(config) | {
+        "qk_nope_head_dim": config.block.head_dim - config.rope_dim,
+        "qk_rope_head_dim": config.rope_dim,
+        "first_k_dense_replace": config.dense_layers or 0,
+        "intermediate_size": config.dense_width or config.mlp_width,
+    }
+
+
 GPT2 = Family(
     name="gpt2",
     architecture="GPT2LMHeadModel",
@@ -252,6 +302,44 @@ OLMOE = dataclasses.replace(
     write=lambda config: _check_width("olmoe", config) | positions.write_rope(config),
 )
 
+DEEPSEEK_V3 = dataclasses.replace(
+    LLAMA,
+    name="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    rows=DEEPSEEK_V3_ROWS,
+    dense_rows=tuple(row for row in LLAMA_ROWS if row.ours.startswith("blocks/mlp/")),
+    fields={
+        name: f for name, f in LLAMA.fields.items() if name not in ("intermediate_size", "head_dim")
+    }
+    | {
+        "num_key_value_heads": Field("kv_heads", 128),
+        "moe_intermediate_size": Field("mlp_width", 2048),
+        "n_routed_experts": Field("experts", 256),
+        "n_shared_experts": Field("shared_experts", 1),
+        "num_experts_per_tok": Field("experts_per_token", 8),
+        "routed_scaling_factor": Field("routed_scale", 2.5),
+        "n_group": Field("groups", 8),
+        "topk_group": Field("groups_per_token", 4),
+        "q_lora_rank": Field("q_rank", 1536),
+        "kv_lora_rank": Field("kv_rank", 512),
+        "v_head_dim": Field("v_dim", 128),
+        "rope_interleave": Field("rope_pairs", True, {True: "adjacent", False: "halves"}),
+    },
+    ours=LLAMA.ours | {"routing": "sigmoid"},
+    fixed={
+        "attention_bias": False,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+        "is_encoder_decoder": False,
+    },
+    read=_read_deepseek,
+    write=_write_deepseek,
+    # The module that predicts a second token, which no model here has.
+    buffers=r"rotary_emb\.inv_freq$|^model\.layers\.61\.",
+)
+
 _GEMMA_SHAPE = {name: f for name, f in LLAMA.fields.items() if name != "hidden_act"}
 
 GEMMA2 = dataclasses.replace(
@@ -325,4 +413,4 @@ def _with_scores(family: Family) -> Family:
 
 
 DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
-DECODERS = tuple(map(_with_scores, (*DENSE, MIXTRAL, OLMOE, QWEN3_MOE)))
+DECODERS = tuple(map(_with_scores, (*DENSE, MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V3)))

@@ -1,6 +1,7 @@
 """A family of models: names of tensors and fields of ``config.json``, read both ways."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 
 from jaxtrain.hf.table import REQUIRED, Field, Row
 from jaxtrain.models import decoder
-from jaxtrain.models.config import windows_of
+from jaxtrain.models.config import before_stack, windows_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
@@ -42,6 +43,7 @@ INERT = {
     *("sparse_pred_ignore_index", "sparse_prediction", "summary_activation"),
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
     *("router_aux_loss_coef", "router_jitter_noise"),  # of their training
+    *("aux_loss_alpha", "ep_size", "num_mtp_layers", "num_nextn_predict_layers", "seq_aux"),
     *("task_specific_params", "torch_dtype", "transformers_version", "use_cache"),
 }
 # Fields that change nothing at this value alone.
@@ -73,6 +75,7 @@ class Family:
       model: the class of our configs.
       module: has ``init(config, rng)`` and ``parameter_count(config)`` of them.
       gated_rows: those that stand for others where the MLP has a gate.
+      dense_rows: those that stand for others in layers before the stack.
       settle: corrects a config by the names of the folder's tensors, which a function returns.
       others: architectures of other heads, with one and the same model.
       heads: a regex of the tensors of heads.
@@ -93,6 +96,7 @@ class Family:
     model: type = DecoderConfig
     module: Any = decoder
     gated_rows: tuple[Row, ...] = ()
+    dense_rows: tuple[Row, ...] = ()
     settle: Callable[[Any, Callable[[], Collection[str]]], Any] = lambda config, names: config
     others: tuple[str, ...] = ()
     heads: str = "$^"
@@ -166,6 +170,15 @@ class Family:
         shapes = jax.eval_shape(lambda: self.module.init(config, jax.random.key(0)))
         rows = {row.ours: row for row in self.rows}
         rows |= {row.ours: row for row in self.gated_rows if config.mlp in GATED}
+        if before := before_stack(config):
+            first = [*rows.values(), *self.dense_rows]
+            rows = {path: dataclasses.replace(row, offset=before) for path, row in rows.items()}
+            for l, row in itertools.product(map(str, range(before)), first):
+                path = row.ours.replace("blocks", f"dense/{l}", 1)
+                theirs = row.theirs.replace("{l}", l)
+                rows.setdefault(path, row)
+                if row.stacked:
+                    rows[path] = dataclasses.replace(row, ours=path, theirs=theirs)
         return {path: rows[path] for path in named_leaves(shapes)}, shapes
 
     def stored(self, config: ModelConfig, name: str) -> str:

@@ -41,8 +41,9 @@ def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
 
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_YARN = ("factor", _LLAMA3[3], "attention_factor", "beta_fast", "beta_slow", "truncate")
 _MSCALES = ("mscale", "mscale_all_dim")
+_YARN = ("factor", _LLAMA3[3], "attention_factor", "beta_fast", "beta_slow", "truncate")
+_YARN += _MSCALES[1:]
 # Their name and numbers, in the order of ours.
 _SCALINGS = {
     Llama3Scaling: ("llama3", _LLAMA3),
@@ -80,7 +81,20 @@ def _scaling(config: DecoderConfig | EncoderConfig) -> dict[str, Any] | None:
     found["truncate"] = bool(found["truncate"])
     usual = _yarn({key: found[key] for key in _YARN[:2]})._asdict().values()
     usual = dict(list(zip(_YARN, usual, strict=True))[2:])
+    scaled = config.rope_scaling.all_dim
+    if scaled and found["attention_factor"] == 1:  # as theirs have it, by two equal numbers
+        usual |= {"attention_factor": 1}
+        found["mscale"] = scaled
     return {key: x for key, x in found.items() if key not in usual or x != usual[key]}
+
+
+def read_latent_rope(theirs: dict[str, Any]) -> dict[str, Any]:
+    """As :func:`read_rope`, of models whose scores are scaled by ``mscale_all_dim`` too."""
+    given = (theirs.get("rope_scaling") or {}), (theirs.get("rope_parameters") or {})
+    found, fields = read_rope(theirs, 10000.0), given[0] | given[1]
+    if isinstance(scaling := found["rope_scaling"], YarnScaling) and fields.get(_MSCALES[1]):
+        found["rope_scaling"] = scaling._replace(all_dim=float(fields[_MSCALES[1]]))
+    return found
 
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"

@@ -54,6 +54,7 @@ class Row:
       vocab: our axis over the vocabulary, which ours pads with zeros.
       first: the first layer that has such a tensor; of those before it ours is 0, and unread.
       shorter: whether ours may have fewer rows than theirs, the first ones.
+      offset: the number that their names have of our first layer.
 
     >>> Row("up/kernel", "fc.{l}.weight", T).their_shape((8, 32))
     (32, 8)
@@ -66,6 +67,7 @@ class Row:
     vocab: int | None = None
     shorter: bool = False
     first: int = 0
+    offset: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -86,7 +88,10 @@ class Row:
     def names(self, *sizes: int) -> list[str]:
         """Their names: one for each layer that has it and each expert, or one."""
         return [
-            self.theirs.format(**dict(zip("le", at, strict=False))) for at in self.places(*sizes)
+            self.theirs.format(**dict(zip("le", (at[0] + self.offset, *at[1:]), strict=False)))
+            if at
+            else self.theirs
+            for at in self.places(*sizes)
         ]
 
     def their_shape(self, shape: Sequence[int], vocab_size: int | None = None) -> tuple[int, ...]:

@@ -127,6 +127,9 @@ class ExpertFields:
       shared_experts: more MLPs, as one of so many times the width, that every token goes through.
       routing: how the router's logits weigh the chosen experts; see
         :data:`jaxtrain.ops.routing.ROUTINGS`.
+      routed_scale: multiplies the weights of the chosen experts.
+      groups, groups_per_token: experts are in groups of neighbours, of which so many are chosen
+        first, by their two best experts each.
       balance: coefficient of the loss that is least where experts are chosen equally often in a
         row, 1 in each layer then; the sum over layers is added to a token's loss.
       router_z: the same of the squared log of the router's normaliser.
@@ -136,13 +139,11 @@ class ExpertFields:
     experts_per_token: int = 2
     shared_experts: int | None = None
     routing: Literal[ROUTINGS] = "softmax_normalised"  # type: ignore[valid-type]
+    routed_scale: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
     balance: float = 0.01
     router_z: float = 0.001
-
-    @property
-    def expert_fields(self) -> dict[str, Any]:
-        """These fields by name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(ExpertFields)}
 
     def _check_experts(self) -> None:
         if self.experts is None:
@@ -157,6 +158,19 @@ class ExpertFields:
                 f"experts_per_token={self.experts_per_token} is more than experts={self.experts}; "
                 "use at most that"
             )
+        size, rest = divmod(self.experts, self.groups)
+        if rest or size < 2 < self.groups or self.groups_per_token > self.groups:
+            raise ValueError(
+                f"groups={self.groups} of experts={self.experts}, and groups_per_token="
+                f"{self.groups_per_token}: use a divisor that leaves 2 or more in each, and at "
+                "most so many of them"
+            )
+        if self.experts_per_token > size * self.groups_per_token:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} is more than the {size} experts of "
+                f"groups_per_token={self.groups_per_token} groups: use at most that"
+            )
+        check_positive(self, "routed_scale")
         if self.bias:
             raise ValueError(
                 "bias=True gives dense layers biases, which experts do not have: use bias=False "
@@ -168,7 +182,45 @@ class ExpertFields:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig(ExpertFields, LayerFields):
+class LatentFields:
+    """Fields that a decoder's config shares with the config of its layers: multi-head latent
+    attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), whose keys and values are made
+    of one vector per token, which is what a cache holds.
+
+    Args:
+      kv_rank: features of that vector; None means attention as usual, and no others of these.
+      q_rank: features of the vector that queries are made of; None means the residual stream.
+      rope_dim: features of a head, its last ones, that are rotated; a key's are those of all heads.
+      v_dim: features of a head's values; None means ``head_dim``.
+      rope_pairs: which features are rotated together: those of both halves, or neighbours.
+    """
+
+    kv_rank: int | None = None
+    q_rank: int | None = None
+    rope_dim: int | None = None
+    v_dim: int | None = None
+    rope_pairs: Literal["halves", "adjacent"] = "halves"
+
+    def _check_latent(self) -> None:
+        if self.kv_rank is None:
+            for name in ("q_rank", "rope_dim", "v_dim"):
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(
+                        f"{name}={value} is of latent attention, and kv_rank=None: set both"
+                    )
+            return
+        fill(self, v_dim=self.head_dim)
+        lacks = self.rope_theta is None or self.rope_dim is None or self.rope_dim >= self.head_dim
+        if lacks or self.v_dim > self.head_dim or self.kv_heads != self.heads or self.qk_norm:
+            raise ValueError(
+                f"kv_rank={self.kv_rank} is latent attention: it needs rotary positions, rope_dim="
+                f"{self.rope_dim} below head_dim={self.head_dim}, v_dim={self.v_dim} of at most "
+                "that, kv_heads as heads, and no qk_norm"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig(ExpertFields, LatentFields, LayerFields):
     """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
 
     Decoders, encoders and vision transformers are made of the same blocks. The defaults are
@@ -203,16 +255,30 @@ class BlockConfig(ExpertFields, LayerFields):
         fill(self, head_dim=self.width // self.heads, qkv_bias=self.bias)
         fill(self, query_pre_attn_scalar=self.head_dim)
         self._check_experts()
-        if self.rope_theta is not None and self.head_dim % 2:
+        self._check_latent()
+        if self.rope_theta is not None and self.rotated % 2:
             raise ValueError(
-                f"rotary positions turn pairs of features, and head_dim={self.head_dim} is odd; "
-                "use an even head width"
+                f"rotary positions turn pairs of features, and "
+                f"{'rope' if self.rope_dim else 'head'}_dim={self.rotated} is odd; use an even one"
             )
         if self.local_rope_theta is not None and None in (self.rope_theta, self.window):
             raise ValueError(
                 f"local_rope_theta={self.local_rope_theta} needs a window and rotary positions: "
                 "set both, or leave local_rope_theta out"
             )
+
+    @property
+    def rotated(self) -> int:
+        """How many features of a head rotary positions turn."""
+        return self.rope_dim or self.head_dim
+
+    @property
+    def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The heads and features of the two arrays that a cache holds of a position: of keys and
+        values, or of the latent vector and the rotated part of a key."""
+        if self.kv_rank is None:
+            return ((self.kv_heads, self.head_dim),) * 2
+        return (1, self.kv_rank), (1, self.rope_dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -237,8 +303,7 @@ class ModelFields(LayerFields):
 
     def layer(self, **own: Any) -> BlockConfig:
         """One layer of a model with these fields, and with the layer's own."""
-        shared = {f.name: getattr(self, f.name) for f in dataclasses.fields(LayerFields)}
-        return BlockConfig(**shared, **own)
+        return BlockConfig(**fields_of(self, LayerFields), **own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,6 +343,11 @@ class TokenFields(ModelFields):
             )
 
 
+def before_stack(config: Any) -> int:
+    """How many layers of a model stand before its stack, with parameters of their own."""
+    return getattr(config, "dense_layers", None) or 0
+
+
 def windows_of(config: Any) -> list[bool]:
     """Whether each layer of a model has a window."""
     pattern = config.window_pattern
@@ -296,6 +366,12 @@ def keys_seen(config: Any, length: int) -> int:
     causal, more = config.block.causal, config.global_tokens or 0
     reach = window + more if causal else 2 * (window + more) - 1
     return sum(min(length, reach) if near else length for near in windows_of(config))
+
+
+def fields_of(config: Any, *groups: type) -> dict[str, Any]:
+    """The fields of a config that some dataclasses have too, by name."""
+    names = (field.name for group in groups for field in dataclasses.fields(group))
+    return {name: getattr(config, name) for name in names}
 
 
 def fill(config: Any, **defaults: Any) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import layers
+from jaxtrain.models import layers, parts
 from jaxtrain.ops.numerics import drop
 
 Params = Mapping[str, Any]
@@ -74,8 +74,8 @@ class ConvNet(nnx.Module):
             self.norms[str(i)] = norm
         shrink = 2 ** (len(config.channels) - 1)
         flat = config.channels[-1] * (config.image[0] // shrink) * (config.image[1] // shrink)
-        self.dense = layers.Dense(flat, config.hidden, rngs=rngs)
-        self.out = layers.Dense(config.hidden, config.classes, rngs=rngs)
+        self.dense = parts.Dense(flat, config.hidden, rngs=rngs)
+        self.out = parts.Dense(config.hidden, config.classes, rngs=rngs)
         self.rate = config.dropout
 
     def __call__(self, x_NHWC: jax.Array, rng: jax.Array | None) -> jax.Array:

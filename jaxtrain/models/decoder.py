@@ -23,19 +23,22 @@ from typing import Any, Literal
 import jax
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import layers
+from jaxtrain.models import experts, layers, parts
 from jaxtrain.models.config import (
     INIT_STD,
     BlockConfig,
     ExpertFields,
+    LatentFields,
     TokenFields,
     check_positive,
+    fields_of,
+    fill,
     keys_seen,
 )
 from jaxtrain.ops import losses
 from jaxtrain.ops.linear import matmul_float32
 from jaxtrain.ops.numerics import drop, soft_cap
-from jaxtrain.ops.rotary import LinearScaling
+from jaxtrain.ops.rotary import LinearScaling, YarnScaling
 from jaxtrain.sharding.placement import pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.stages import Stages, loss_from_stages, run_layers
@@ -48,26 +51,33 @@ ADDED = ("z_loss", "balance_loss", "router_z_loss")
 # Paths of the kernels of experts.
 EXPERTS = r"^blocks/experts/(up|gate|down)/"
 
+# Path of a layer's parameter to logical axes.
+_OF_LAYER = (
+    (r"attn/(q|kv)/kernel$", ("embed", "heads")),
+    (r"attn/(q|kv)_down/kernel$", ("embed", None)),
+    (r"attn/q/bias$", ("heads",)),
+    (r"attn/(k|v)/kernel$", ("embed", "kv_heads")),
+    (r"attn/(k|v)/bias$", ("kv_heads",)),
+    (r"attn/out/kernel$", ("heads", "embed")),
+    (r"mlp/(up|gate)/kernel$", ("embed", "mlp")),
+    (r"mlp/(up|gate)/bias$", ("mlp",)),
+    (r"mlp/down/kernel$", ("mlp", "embed")),
+    (r"experts/router/kernel$", ("embed", None)),
+    (r"experts/router/bias$", (None,)),
+    (r"experts/(up|gate)/kernel$", ("experts", "embed", "mlp")),
+    (r"experts/down/kernel$", ("experts", "mlp", "embed")),
+    (r"attn/norm_(q|k|kv)/(scale|bias)$", (None,)),
+    (r"(attn/out|mlp/down)/bias$", (None,)),
+    (r"norm_(attn|mlp)(_out)?/(scale|bias)$", (None,)),
+)
+
 # Parameter path to logical axes; the first match decides. Not every configuration has all of them.
 RULES = OptionalRules(
     (
         (r"^embed/tokens$", ("vocab", "embed")),
         (r"^embed/positions$", (None, "embed")),
-        (r"^blocks/attn/q/kernel$", ("layers", "embed", "heads")),
-        (r"^blocks/attn/q/bias$", ("layers", "heads")),
-        (r"^blocks/attn/(k|v)/kernel$", ("layers", "embed", "kv_heads")),
-        (r"^blocks/attn/(k|v)/bias$", ("layers", "kv_heads")),
-        (r"^blocks/attn/out/kernel$", ("layers", "heads", "embed")),
-        (r"^blocks/mlp/(up|gate)/kernel$", ("layers", "embed", "mlp")),
-        (r"^blocks/mlp/(up|gate)/bias$", ("layers", "mlp")),
-        (r"^blocks/mlp/down/kernel$", ("layers", "mlp", "embed")),
-        (r"^blocks/experts/router/kernel$", ("layers", "embed", None)),
-        (r"^blocks/experts/router/bias$", ("layers", None)),
-        (r"^blocks/experts/(up|gate)/kernel$", ("layers", "experts", "embed", "mlp")),
-        (r"^blocks/experts/down/kernel$", ("layers", "experts", "mlp", "embed")),
-        (r"^blocks/attn/norm_(q|k)/(scale|bias)$", ("layers", None)),
-        (r"^blocks/(attn/out|mlp/down)/bias$", ("layers", None)),
-        (r"^blocks/norm_(attn|mlp)(_out)?/(scale|bias)$", ("layers", None)),
+        *((rf"^blocks/{path}", ("layers", *axes)) for path, axes in _OF_LAYER),
+        *((rf"^dense/\d+/{path}", axes) for path, axes in _OF_LAYER),
         (r"^final_norm/(scale|bias)$", (None,)),
         (r"^head/kernel$", ("embed", "vocab")),
         (r"^head/score/kernel$", (None, None)),  # whole on purpose: it is one output
@@ -82,7 +92,7 @@ BATCH = OptionalRules(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ExpertFields, TokenFields):
+class DecoderConfig(ExpertFields, LatentFields, TokenFields):
     """A decoder.
 
     Args:
@@ -95,9 +105,13 @@ class DecoderConfig(ExpertFields, TokenFields):
       head: what the model predicts: ``tokens``, or a ``score``, the number that a reward model
         gives a text at its last token, and then no tokens.
       logit_softcap: logits are ``cap * tanh(logits / cap)``; None means not.
+      dense_layers: how many layers, the first ones, have one MLP of ``dense_width`` in the place of
+        experts; None means none. They are no part of the stack: the first stage runs them.
+      dense_width: hidden width of those; None means ``mlp_width``.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
-    :class:`ModelFields` and, of each layer, :class:`LayerFields` and :class:`ExpertFields`.
+    :class:`ModelFields` and, of each layer, :class:`LayerFields`, :class:`ExpertFields` and
+    :class:`LatentFields`.
 
     >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.head_dim, config.mlp_width, config.padded_vocab
@@ -112,6 +126,8 @@ class DecoderConfig(ExpertFields, TokenFields):
     tied: bool = True
     head: Literal["tokens", "score"] = "tokens"
     logit_softcap: float | None = None
+    dense_layers: int | None = None
+    dense_width: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,6 +137,18 @@ class DecoderConfig(ExpertFields, TokenFields):
                 f"positions='sinusoidal' are pairs of sine and cosine, and width={self.width} is "
                 "odd; use an even width"
             )
+        if self.dense_layers is None and self.dense_width is not None:
+            raise ValueError(
+                f"dense_width={self.dense_width} is of layers without experts, and dense_layers="
+                "None: set both"
+            )
+        if self.dense_layers is not None:
+            if self.experts is None or self.dense_layers >= self.layers:
+                raise ValueError(
+                    f"dense_layers={self.dense_layers} stand before layers with experts, of which "
+                    f"layers={self.layers} and experts={self.experts} leave none: use fewer"
+                )
+            fill(self, dense_width=self.mlp_width)
         self.check_chunk("seq_len")
 
     @functools.cached_property
@@ -131,8 +159,14 @@ class DecoderConfig(ExpertFields, TokenFields):
             rope_theta=self.rope_theta if self.positions == "rope" else None,
             # 2 L branches are added to the residual stream, whose variance is not to grow with L.
             residual_std=INIT_STD / (2 * self.layers) ** 0.5,
-            **self.expert_fields,
+            **fields_of(self, ExpertFields, LatentFields),
         )
+
+    @functools.cached_property
+    def dense_block(self) -> BlockConfig:
+        """One of the layers before the stack."""
+        own = {"experts": None, "shared_experts": None, "mlp_width": self.dense_width}
+        return dataclasses.replace(self.block, **own)
 
 
 def tiny() -> DecoderConfig:
@@ -171,6 +205,29 @@ _OLMOE = {
     "experts": 64,
     "experts_per_token": 8,
     "routing": "softmax",
+}
+_DEEPSEEK_V3 = {
+    "seq_len": 4096,
+    "vocab_size": 129280,
+    "norm_eps": 1e-6,
+    "rope_scaling": YarnScaling(40.0, 4096, 1.0, all_dim=1.0),
+    "rope_pairs": "adjacent",
+    "head_dim": 192,
+    "kv_rank": 512,
+    "q_rank": 1536,
+    "rope_dim": 64,
+    "v_dim": 128,
+    "dense_layers": 3,
+    "dense_width": 18432,
+    "experts": 256,
+    "experts_per_token": 8,
+    "shared_experts": 1,
+    "groups": 8,
+    "groups_per_token": 4,
+    "routing": "sigmoid",
+    "routed_scale": 2.5,
+    "balance": 1e-4,
+    "router_z": 0.0,
 }
 _GEMMA2 = {
     "vocab_size": 256000,
@@ -254,6 +311,9 @@ PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "qwen3-30b-a3b": lambda: _llama(
         layers=48, width=2048, heads=32, mlp_width=768, experts=128, **_QWEN3_MOE
     ),
+    # DeepSeek-V3 (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437) without its second head:
+    # 671,026,419,200, of which a token goes through 37.5 billion.
+    "deepseek-v3": lambda: _llama(layers=61, width=7168, heads=128, mlp_width=2048, **_DEEPSEEK_V3),
     # Gemma 2 (Gemma team 2024, https://arxiv.org/abs/2408.00118): 2,614,341,888, 9,241,705,984 and
     # 27,227,128,320.
     "gemma2-2b": lambda: _gemma(_GEMMA2, layers=26, width=2304, heads=8, mlp_width=9216),
@@ -274,7 +334,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
     The values depend on ``rng`` alone, not on the ``out_shardings`` under which it is jitted.
 
     Returns:
-      A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``.
+      A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``;
+      ``dense`` has by their numbers the layers before those of ``blocks``.
 
     >>> config = DecoderConfig(vocab_size=5, seq_len=4, layers=3, width=8, heads=2)
     >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
@@ -330,15 +391,17 @@ def hidden(config: DecoderConfig, params: Params, tokens_BT: jax.Array) -> jax.A
 def run(config: DecoderConfig, params: Params, batch: Batch) -> Any:
     """Returns the residual stream behind the last layer, which the last stages take; nothing is
     dropped."""
-    parts = stages(config)
-    return run_layers(parts, params, parts.embed(params, batch, None), batch, None)
+    model = stages(config)
+    return run_layers(model, params, model.embed(params, batch, None), batch, None)
 
 
 def routes(config: DecoderConfig, params: Params, batch: Batch) -> jax.Array:
-    """Returns the experts that are chosen for a batch, int32 [B, L, T, J]: as ``routes`` of a batch
-    they are those of the same tokens under other weights."""
-    x = layers.opened(config, embed(config, params, batch), record=True)
-    return run_layers(stages(config), params, x, batch, None)["routes"].astype("int32")
+    """Returns the experts that are chosen for a batch in the L layers that have some, int32
+    [B, L, T, J]: as ``routes`` of a batch they are those of the same tokens under other weights."""
+    model = stages(config)
+    x = experts.hidden_states(model.embed(params, batch, None))
+    x = experts.opened(config, x, record=True)
+    return run_layers(model, params, x, batch, None)["routes"].astype("int32")
 
 
 def embed(
@@ -355,7 +418,7 @@ def embed(
     module = layers.apply(layers.Embed, config, params["embed"])
     x_BTD = module(batch["tokens"], layers.positions(config, batch))
     # Layers fold in 0 .. L - 1.
-    return pin_residual(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
+    return pin_residual(drop(x_BTD, config.dropout, parts.fold(rng, config.layers)))
 
 
 def head_loss(config: DecoderConfig, params: Params, x: Any, batch: Batch) -> WeightedLoss:
@@ -363,11 +426,11 @@ def head_loss(config: DecoderConfig, params: Params, x: Any, batch: Batch) -> We
 
     With ``config.z_loss`` its part of the loss is a metric of its own, and so are those of the
     routers of experts. ``params`` is the whole model's, or any dict with ``final_norm`` and
-    ``head`` (tied: ``embed``); ``x`` the residual stream, [B, T, D] or :func:`layers.opened`.
+    ``head`` (tied: ``embed``); ``x`` the residual stream, [B, T, D] or :func:`experts.opened`.
     """
     x_BTD, kernel_DV = _final_norm(config, params, x), layers.head_kernel(config, params)
     loss = layers.token_loss(config, x_BTD, kernel_DV, batch, softcap=config.logit_softcap)
-    return layers.add_routers(config, loss, x, batch)
+    return experts.add_routers(config, loss, x, batch)
 
 
 def log_probs(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
@@ -395,7 +458,7 @@ def scores(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
     last token's. Arguments are those of :func:`head_loss`."""
     x_BTD = _final_norm(config, params, x_BTD)
     kernel_D1 = params["head"]["score"]["kernel"]
-    return matmul_float32(layers.rows(x_BTD), kernel_D1).reshape(x_BTD.shape[:2])
+    return matmul_float32(parts.rows(x_BTD), kernel_D1).reshape(x_BTD.shape[:2])
 
 
 def distillation_loss(
@@ -438,7 +501,7 @@ def distillation_loss(
             chunk=config.loss_chunk,
         )
         found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
-        found = layers.add_routers(config, found, x, batch)
+        found = experts.add_routers(config, found, x, batch)
         if not hidden:
             return found
         how = {"segments_BT": batch.get("segments"), "chunk": config.loss_chunk}
@@ -473,7 +536,7 @@ def stored_distillation_loss(
             chunk=config.loss_chunk,
         )
         found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
-        return layers.add_routers(config, found, x, batch)
+        return experts.add_routers(config, found, x, batch)
 
     return loss
 
@@ -506,7 +569,8 @@ def flops_per_token(config: DecoderConfig) -> int:
     multiplied by: a table that is only looked up (learned positions, untied token embedding) is
     not in it, and of experts those that a token goes through. The attention term is that of full
     rows of ``seq_len`` tokens, not halved for causality, where T is the window if that is shorter,
-    in the layers that have it; recomputation is not counted.
+    in the layers that have it; recomputation is not counted. Where values are narrower than keys, K
+    is the mean of both.
 
     >>> flops_per_token(PRESETS["gpt2-124m"]())
     855166464
@@ -518,10 +582,11 @@ def flops_per_token(config: DecoderConfig) -> int:
     sizes = layers.parameter_sizes(init, config).items() if idle else ()
     mlps = sum(n for name, n in sizes if re.search(EXPERTS, name))
     lookups += idle * mlps // (config.experts or 1)
-    attend = 12 * config.heads * config.block.head_dim * keys_seen(config, config.seq_len)
+    features = config.block.head_dim + (config.block.v_dim or config.block.head_dim)
+    attend = 6 * config.heads * features * keys_seen(config, config.seq_len)
     return 6 * (parameter_count(config) - lookups) + attend
 
 
 def _final_norm(config: DecoderConfig, params: Params, x: Any) -> jax.Array:
-    norm = layers.apply(layers.Norm, config.block, params["final_norm"])
-    return pin_residual(norm(layers.hidden_states(x)))
+    norm = layers.apply(parts.Norm, config.block, params["final_norm"])
+    return pin_residual(norm(experts.hidden_states(x)))

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models import decoder, encoder_decoder, layers
+from jaxtrain.models import attending, decoder, encoder_decoder, layers
+from jaxtrain.models.config import before_stack
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bias, embedded, encoded
 from jaxtrain.ops.cached import Rounded, Tiles, chunk_attention, whole_attention
@@ -38,6 +39,7 @@ TILE = 128
 @dataclasses.dataclass(frozen=True)
 class Cache:
     """Keys and values of every layer and position, [L, B, G, S, K]; rows are axis 1 of every leaf.
+    Of latent attention, the latent vectors and the rotated parts of keys (G is 1).
 
     Where a mesh has more parts for heads than there are key and value heads, G counts each as often
     as it takes for every device to have those of its own query heads.
@@ -53,14 +55,14 @@ class Cache:
 
     def tiles(self, l: jax.Array) -> Tiles:
         """The keys and values of a layer."""
-        _, B, G, S, K = self.k.shape
-        size = min(S, TILE)
+        size = min(self.k.shape[3], TILE)
 
         def read(t):
-            at = (l, 0, 0, t * size, 0)
-            return tuple(
-                jax.lax.dynamic_slice(x, at, (1, B, G, size, K))[0] for x in (self.k, self.v)
-            )
+            def tile(x):
+                _, B, G, _, K = x.shape
+                return jax.lax.dynamic_slice(x, (l, 0, 0, t * size, 0), (1, B, G, size, K))[0]
+
+            return tile(self.k), tile(self.v)
 
         return Tiles(size, read)
 
@@ -123,10 +125,12 @@ class Decoder(Protocol):
     Args:
       stacks: names of the parameters that are stacks of layers, gathered a layer at a time.
       eod: the token that ends a row where the caller names none; None continues every row.
+      log_softmax: makes log-probabilities of logits.
     """
 
     stacks: Sequence[str]
     eod: int | None
+    log_softmax: Callable[[jax.Array], jax.Array]
 
     def rows(self, tokens_BP: jax.Array, lengths_B: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the rows [B, T] that new tokens continue, with their lengths [B], which prefill
@@ -175,7 +179,7 @@ class CausalDecoder:
     """The :class:`Decoder` of a :mod:`jaxtrain.models.decoder`: rows continue their prompts."""
 
     config: DecoderConfig
-    stacks, eod = ("blocks",), None
+    stacks, eod, log_softmax = ("blocks",), None, staticmethod(jax.nn.log_softmax)
 
     def rows(self, tokens_BP, lengths_B):
         return tokens_BP, lengths_B
@@ -184,17 +188,17 @@ class CausalDecoder:
         def layer(x_BPD, params_and_index):
             layer_params, l = params_and_index
 
-            def attend(q_BPHK, k_BPGK, v_BPGK):
+            def attend(q_BPHK, k_BPGK, v_BPGK, *latent):
                 # Padding comes after the prompt, where causal attention does not look; its keys in
                 # the cache are overwritten before any position may see them.
-                out_BPHK = layers.row_attention(self.config.block, l, q_BPHK, k_BPGK, v_BPGK)
-                return out_BPHK, tuple(_cached(x, self.config.heads) for x in (k_BPGK, v_BPGK))
+                out_BPHK = attending.row_attention(self.config.block, l, q_BPHK, k_BPGK, v_BPGK)
+                kept = latent or (k_BPGK, v_BPGK)
+                return out_BPHK, tuple(_cached(x, self.config.heads) for x in kept)
 
             return self._layer(layer_params, l, x_BPD, None, attend)
 
         x_BPD = decoder.embed(self.config, params, {"tokens": tokens_BP})
-        xs = (params["blocks"], jnp.arange(self.config.layers))
-        x_BPD, kv_LBPGK = jax.lax.scan(layer, x_BPD, xs)
+        x_BPD, kv_LBPGK = _scan(layer, x_BPD, params["blocks"], self._before(params))
         room = cache_length(tokens_BP.shape[1] + room) - tokens_BP.shape[1]
         padding = ((0, 0), (0, 0), (0, 0), (0, room), (0, 0))
         k, v = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kv_LBPGK)
@@ -209,20 +213,33 @@ class CausalDecoder:
         x_BCD, cache = self._extended(params, cache, tokens_BC, start_B, count_B)
         return decoder.head_logits(self.config, params, x_BCD), cache
 
+    def logits(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
+        """The logits [B, T, V] float32 after every token of whole rows."""
+        return decoder.logits(self.config, params, tokens_BT)
+
     def _extended(self, params, cache, tokens_BC, start_B, count_B):
         positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
 
         def layer(layer_params, l, x_BCD, attend):
+            attend = attend if self.config.kv_rank is None else attending.Absorbed(attend)
             return self._layer(layer_params, l, x_BCD, positions_BC, attend)
 
         batch = {"tokens": tokens_BC, "positions": positions_BC}
         x_BCD = decoder.embed(self.config, params, batch)
-        attend = functools.partial(layers.step_attention, self.config.block)
-        return _read(params["blocks"], cache, x_BCD, start_B, count_B, layer, attend)
+        attend = functools.partial(attending.step_attention, self.config.block)
+        before = self._before(params)
+        return _read(params["blocks"], cache, x_BCD, start_B, count_B, layer, attend, before)
+
+    def _before(self, params):
+        """The parameters of the layers before the stack."""
+        return [params["dense"][str(l)] for l in range(before_stack(self.config))]
 
     def _layer(self, layer_params, l, x_BCD, positions_BC, attend):
-        block = layers.apply(layers.Block, self.config.block, gather(layer_params, "blocks"))
-        angles = layers.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
+        form, path = self.config.block, "blocks"
+        if isinstance(l, int):  # before the stack
+            form, path = self.config.dense_block, f"dense/{l}"
+        block = layers.apply(layers.Block, form, gather(layer_params, path))
+        angles = attending.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
         return block(x_BCD, angles, attend)[:2]
 
     def _logits(self, params, x_BCD, count_B):
@@ -235,12 +252,23 @@ class SourceDecoder:
     read once, and its rows are targets."""
 
     config: T5Config
-    stacks, eod = ("encoder", "decoder"), 1
+    stacks, eod, log_softmax = ("encoder", "decoder"), 1, staticmethod(jax.nn.log_softmax)
 
     def rows(self, tokens_BP, lengths_B):
         return jnp.full((len(tokens_BP), 1), START, jnp.int32), jnp.ones_like(lengths_B)
 
     def prefill(self, params, tokens_BP, lengths_B, *, room):
+        k, v = self.read(params, tokens_BP, lengths_B)
+        empty = pin_cache(jnp.zeros((*k.shape[:3], cache_length(room), k.shape[4]), k.dtype))
+        start_B1, one_B = self.rows(tokens_BP, lengths_B)
+        cache = Cache(empty, empty, (k, v, lengths_B[None]))
+        return self.extend(params, cache, start_B1, jnp.zeros_like(one_B), one_B)
+
+    def read(
+        self, params: Any, tokens_BP: jax.Array, lengths_B: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The keys and the values of sources, [L, B, G, P, K], which every token of a target
+        sees."""
         segments = (jnp.arange(tokens_BP.shape[1]) < lengths_B[:, None]).astype(jnp.int32)
         batch = {"source": tokens_BP, "source_segments": segments}
         memory_BPD = encoded(self.config, params, batch)
@@ -250,16 +278,29 @@ class SourceDecoder:
                 return q_B1HK, tuple(_cached(x, self.config.heads) for x in (k_BPGK, v_BPGK))
 
             cross = gather(cross, "decoder/cross")
-            attention = layers.apply(layers.Attention, self.config.decoder, cross)
+            attention = layers.apply(attending.Attention, self.config.decoder, cross)
             # Of its result only keys and values are read: XLA computes nothing else.
             return None, attention(memory_BPD[:, :1], None, keep, memory_BPD)[1]
 
         _, kv_LBPGK = jax.lax.scan(layer, None, params["decoder"]["cross"])
-        k, v = (pin_cache(x.transpose(0, 1, 3, 2, 4)) for x in kv_LBPGK)
-        empty = pin_cache(jnp.zeros((*k.shape[:3], cache_length(room), k.shape[4]), k.dtype))
-        start_B1, one_B = self.rows(tokens_BP, lengths_B)
-        cache = Cache(empty, empty, (k, v, lengths_B[None]))
-        return self.extend(params, cache, start_B1, jnp.zeros_like(one_B), one_B)
+        return tuple(pin_cache(x.transpose(0, 1, 3, 2, 4)) for x in kv_LBPGK)
+
+    def empty(self, rows: int, sources: int, targets: int, dtype: Any) -> Cache:
+        """A cache of rows for sources and targets of at most so many tokens."""
+        block, L = self.config.decoder, self.config.decoder_layers
+        G = math.lcm(block.kv_heads, split_over("heads")[1])
+        k, source = (
+            jnp.zeros((L, rows, G, length, block.head_dim), dtype)
+            for length in (cache_length(targets), sources)
+        )
+        lengths_1B = jnp.ones((1, rows), jnp.int32)
+        return self.pinned(Cache(k, k, (source, source, lengths_1B)))
+
+    def pinned(self, cache: Cache) -> Cache:
+        """A cache whose keys and values lie where :func:`pin_cache` has them."""
+        *source, lengths_1B = cache.source
+        k, v, *source = map(pin_cache, (cache.k, cache.v, *source))
+        return Cache(k, v, (*source, lengths_1B))
 
     def extend(self, params, cache, tokens_BC, start_B, count_B):
         S, (source_k, source_v, lengths_1B) = cache.k.shape[3], cache.source
@@ -311,10 +352,12 @@ def _read(
     count_B: jax.Array,
     layer: Callable,
     attend: Callable,
+    before: Sequence[Any] = (),
 ) -> tuple[jax.Array, Cache | Pages]:
     """Applies a stack's layers, each of which attends to its own positions and to the cache.
 
     Args:
+      before: the parameters of layers before the stack.
       layer: ``(layer_params, l, x_BCD, attend) -> (x_BCD, new keys and values)``.
       attend: ``(l, q_BCHK, k_BGCK, v_BGCK, start_B, tiles) -> out_BCHK``.
     """
@@ -335,8 +378,22 @@ def _read(
 
         return layer(layer_params, l, x_BCD, attend_and_keep)
 
-    x_BCD, new_LBGCK = jax.lax.scan(step, x_BCD, (stack, jnp.arange(len(cache.k))))
+    x_BCD, new_LBGCK = _scan(step, x_BCD, stack, before)
     return x_BCD, cache.written(new_LBGCK, start_B, count_B)
+
+
+def _scan(step: Callable, x: jax.Array, stack: Any, before: Sequence[Any]) -> tuple[jax.Array, Any]:
+    """``jax.lax.scan(step, x, (stack, numbers))`` of layers, of which some come ``before`` the
+    stack: their numbers are integers."""
+    outs = []
+    for each in enumerate(before):
+        x, out = step(x, each[::-1])
+        outs.append(out)
+    count = jax.tree.leaves(stack)[0].shape[0]
+    x, out = jax.lax.scan(step, x, (stack, len(before) + jnp.arange(count)))
+    return x, jax.tree.map(
+        lambda *each: jnp.concatenate([*(y[None] for y in each[:-1]), each[-1]]), *outs, out
+    )
 
 
 def _cached(k_BCGK: jax.Array, heads: int) -> jax.Array:

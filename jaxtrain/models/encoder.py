@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import decoder, layers
+from jaxtrain.models import decoder, layers, parts
 from jaxtrain.models.config import Activation, BlockConfig, TokenFields, keys_seen
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.linear import apply_kernel
@@ -181,8 +181,8 @@ class Embed(layers.Embed):
         super().__init__(dataclasses.replace(config, seq_len=rows), rngs=rngs)
         self.typed = config.token_types is not None
         if self.typed:
-            self.types = nnx.Param(layers.normal(rngs, config.token_types, config.width))
-        self.norm = layers.Norm(config.block, rngs=rngs)
+            self.types = nnx.Param(parts.normal(rngs, config.token_types, config.width))
+        self.norm = parts.Norm(config.block, rngs=rngs)
 
     def __call__(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, types_BT: jax.Array
@@ -193,7 +193,7 @@ class Embed(layers.Embed):
         # A product: of few rows it costs nothing, and sums its gradient in float32.
         one_hot_BTS = jax.nn.one_hot(types_BT, self.types.shape[0], dtype=x_BTD.dtype)
         # Whole, as the other tables' width is: in a pipeline only one stage could exchange parts.
-        types_ND = apply_kernel(_whole_product, layers.rows(one_hot_BTS), self.types.get_value())
+        types_ND = apply_kernel(_whole_product, parts.rows(one_hot_BTS), self.types.get_value())
         return self.norm(x_BTD + types_ND.reshape(*types_BT.shape, -1))
 
 
@@ -202,11 +202,11 @@ class Transform(nnx.Module):
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         self.form = "gelu_exact" if config.mlp in GATED else config.mlp
-        self.transform = layers.dense(config.width, config.width, rngs, bias=config.bias)
-        self.norm = layers.Norm(config.block, rngs=rngs)
+        self.transform = parts.dense(config.width, config.width, rngs, bias=config.bias)
+        self.norm = parts.Norm(config.block, rngs=rngs)
 
     def hidden(self, x: jax.Array) -> jax.Array:
-        x_ND = self.transform(layers.rows(x) if x.ndim == 3 else x)
+        x_ND = self.transform(parts.rows(x) if x.ndim == 3 else x)
         return self.norm(ACTIVATIONS[self.form](x_ND)).reshape(x.shape)
 
 
@@ -224,7 +224,7 @@ class NormedClassHead(Transform):
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         self.mean = config.pooling == "mean"
-        self.out = layers.dense(config.width, config.classes, rngs)
+        self.out = parts.dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         x_BTD = whole_rows(x_BTD)
@@ -241,8 +241,8 @@ class ClassHead(nnx.Module):
     """Maps the first token's hidden state, pooled, to float32 logits of classes."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
-        self.pool = layers.dense(config.width, config.width, rngs)
-        self.out = layers.dense(config.width, config.classes, rngs)
+        self.pool = parts.dense(config.width, config.width, rngs)
+        self.out = parts.dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         return layers.class_logits(self.out, jnp.tanh(self.pool(whole_rows(x_BTD)[:, 0])))
@@ -256,7 +256,7 @@ class PlaceHead(Transform):
         self.name, self.normed = config.head, config.pooling != "first"
         if self.normed:
             super().__init__(config, rngs=rngs)
-        setattr(self, self.name, layers.dense(config.width, config.classes or 2, rngs))
+        setattr(self, self.name, parts.dense(config.width, config.classes or 2, rngs))
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         del segments_BT
@@ -347,7 +347,7 @@ def embed(
     module = layers.apply(Embed, config, params["embed"])
     x_BTD = module(tokens_BT, layers.positions(config, batch), types_BT)
     # Layers fold in 0 .. L - 1.
-    return pin_residual(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
+    return pin_residual(drop(x_BTD, config.dropout, parts.fold(rng, config.layers)))
 
 
 def head_loss(
@@ -449,7 +449,7 @@ def _head_of(config: EncoderConfig) -> type[nnx.Module] | None:
 def _final_norm(config: EncoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
     if config.norm_position == "post":
         return x_BTD
-    return pin_residual(layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD))
+    return pin_residual(layers.apply(parts.Norm, config.block, params["final_norm"])(x_BTD))
 
 
 def _whole_product(x_NS: jax.Array, kernel_SD: jax.Array) -> jax.Array:

@@ -32,7 +32,7 @@ from flax import nnx
 from jax import export
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import decoder, layers
+from jaxtrain.models import attending, decoder, layers, parts
 from jaxtrain.models.config import INIT_STD, Activation, BlockConfig, TokenFields, fill
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.lookup import embed_lookup
@@ -133,15 +133,15 @@ class DecoderBlock(layers.Block):
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
-        self.norm_cross = layers.Norm(config)
-        self.cross = layers.Attention(config, rngs=rngs)
+        self.norm_cross = parts.Norm(config)
+        self.cross = attending.Attention(config, rngs=rngs)
 
     def __call__(
         self,
         x_BTD: jax.Array,
         memory_BSD: jax.Array,
-        attend: layers.Attend,
-        attend_to_memory: layers.Attend,
+        attend: attending.Attend,
+        attend_to_memory: attending.Attend,
         *,
         rng: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, Any]]:
@@ -152,11 +152,9 @@ class DecoderBlock(layers.Block):
         def cross(x):
             return self.cross(x, None, attend_to_memory, memory_BSD)
 
-        x_BTD, own = self.add(x_BTD, self.norm_attn, attn, layers.fold(rng, 0))
-        x_BTD, other = self.add(x_BTD, self.norm_cross, cross, layers.fold(rng, 3))
-        x_BTD, _ = self.add(
-            x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), layers.fold(rng, 1)
-        )
+        x_BTD, own = self.add(x_BTD, self.norm_attn, attn, parts.fold(rng, 0))
+        x_BTD, other = self.add(x_BTD, self.norm_cross, cross, parts.fold(rng, 3))
+        x_BTD, _ = self.add(x_BTD, self.norm_mlp, lambda x: (self.mlp(x), None), parts.fold(rng, 1))
         return x_BTD, (own, other)
 
 
@@ -164,7 +162,7 @@ class DistanceBias(nnx.Module):
     """A bias of attention scores by the bucket of the distance: a table [R, H]."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
-        self.table = nnx.Param(layers.normal(rngs, config.buckets, config.heads))
+        self.table = nnx.Param(parts.normal(rngs, config.buckets, config.heads))
 
     def __call__(self, buckets_O: jax.Array) -> jax.Array:
         return constrain(embed_lookup(buckets_O, self.table.get_value()).T, "heads", None)
@@ -190,9 +188,9 @@ def init(config: T5Config, rng: jax.Array) -> dict[str, Any]:
         "embed": layers.pure(layers.Embed, config, rng_embed),
         "distance": {name: distance(i) for i, name in enumerate(STACKS)},
         "encoder": layers.stacked(layers.Block, config.block, config.layers, rng_encoder),
-        "encoder_norm": layers.pure(layers.Norm, config.block, rng_head),
+        "encoder_norm": layers.pure(parts.Norm, config.block, rng_head),
         "decoder": layers.stacked(DecoderBlock, config.decoder, config.decoder_layers, rng_decoder),
-        "final_norm": layers.pure(layers.Norm, config.decoder, rng_head),
+        "final_norm": layers.pure(parts.Norm, config.decoder, rng_head),
     }
     if not config.tied:
         params["head"] = layers.pure(layers.Head, config, rng_head)
@@ -236,10 +234,10 @@ def logits(
 ) -> jax.Array:
     """Returns float32 logits [B, T, vocab_size] of the next target token of a batch, which needs no
     ``targets`` and ``mask``; ``rng`` None means no dropout."""
-    parts = stages(config)
-    x = run_layers(parts, params, parts.enter(0, params, None, batch, rng), batch, rng)
-    x = parts.enter(1, params, x, batch, rng)
-    x = run_layers(parts, params, x, batch, rng, config.layers, k=1)
+    model = stages(config)
+    x = run_layers(model, params, model.enter(0, params, None, batch, rng), batch, rng)
+    x = model.enter(1, params, x, batch, rng)
+    x = run_layers(model, params, x, batch, rng, config.layers, k=1)
     return head_logits(config, params, x["target"])
 
 
@@ -251,14 +249,14 @@ def encoded(
     On a mesh it gathers its layers one at a time.
     """
     batch = dict(batch) | {"tokens": batch["source"][:, :1]}
-    parts = stages(config)
+    model = stages(config)
 
     def gathering(layer):
         return lambda weights, *rest: layer(gather(weights), *rest)
 
-    x = parts.enter(0, params, None, batch, rng)
-    x = run_layers(parts, params, x, batch, rng, wrap=gathering)
-    return parts.enter(1, params, x, batch, rng)["source"]
+    x = model.enter(0, params, None, batch, rng)
+    x = run_layers(model, params, x, batch, rng, wrap=gathering)
+    return model.enter(1, params, x, batch, rng)["source"]
 
 
 def embed(
@@ -286,7 +284,7 @@ def encode(
     S, segments = x["source"].shape[1], batch.get("source_segments")
     bias_HO = distance_bias(config, shared, "encoder", S)
     mask = Mask(causal=False, segments=segments, bias=bias_HO)
-    attend = attend_with(config.block, mask, layers.fold(rng, 2))
+    attend = attend_with(config.block, mask, parts.fold(rng, 2))
     block = layers.apply(layers.Block, config.block, layer)
     return x | {"source": block(x["source"], None, attend, rng=rng)[0]}
 
@@ -299,8 +297,8 @@ def between(
     rng: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Applies the encoder's last norm and embeds the target, between the two stacks."""
-    norm = layers.apply(layers.Norm, config.block, params["encoder_norm"])
-    rng_norm = layers.fold(rng, config.layers + config.decoder_layers + 2)
+    norm = layers.apply(parts.Norm, config.block, params["encoder_norm"])
+    rng_norm = parts.fold(rng, config.layers + config.decoder_layers + 2)
     source_BSD = drop(norm(x["source"]), config.dropout, rng_norm)
     target_BTD = embedded(config, params, batch["tokens"], rng, 1)
     return {"source": pin_residual(source_BSD), "target": target_BTD}
@@ -330,8 +328,8 @@ def decode(
     target_BTD, _ = block(
         x["target"],
         x["source"],
-        attend_with(config.decoder, own, layers.fold(rng, 2)),
-        attend_with(config.decoder, other, layers.fold(rng, 4)),
+        attend_with(config.decoder, own, parts.fold(rng, 2)),
+        attend_with(config.decoder, other, parts.fold(rng, 4)),
         rng=rng,
     )
     return x | {"target": target_BTD}
@@ -456,7 +454,7 @@ PRESETS: Mapping[str, Callable[[], T5Config]] = {
 }
 
 
-def attend_with(config: BlockConfig, mask: Mask, rng: jax.Array | None = None) -> layers.Attend:
+def attend_with(config: BlockConfig, mask: Mask, rng: jax.Array | None = None) -> attending.Attend:
     """Returns a layer's attention."""
 
     def attend(q_BTHK, k_BSGK, v_BSGK):
@@ -469,10 +467,10 @@ def attend_with(config: BlockConfig, mask: Mask, rng: jax.Array | None = None) -
 def embedded(config: T5Config, params: Params, tokens: jax.Array, rng, use: int) -> jax.Array:
     x = layers.apply(layers.Embed, config, params["embed"])(tokens, None)
     # Layers fold in the numbers before these.
-    rng = layers.fold(rng, config.layers + config.decoder_layers + use)
+    rng = parts.fold(rng, config.layers + config.decoder_layers + use)
     return pin_residual(drop(x, config.dropout, rng))
 
 
 def _before_head(config: T5Config, params: Params, x_BTD: jax.Array) -> jax.Array:
-    x_BTD = layers.apply(layers.Norm, config.decoder, params["final_norm"])(x_BTD)
+    x_BTD = layers.apply(parts.Norm, config.decoder, params["final_norm"])(x_BTD)
     return x_BTD * jnp.asarray(config.width**-0.5, x_BTD.dtype) if config.scaled_head else x_BTD

@@ -24,6 +24,7 @@ same share at every width. At the base model's sizes every factor is 1.
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +35,8 @@ from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.tree import map_named, named_leaves
 
 RULES = ("adam", "adamw", "adan", "lion", "muon")
+# Begins the path of a layer's parameter.
+LAYER = r"^(blocks|dense/\d+)/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +97,9 @@ def factors(
             f"the optimizer is {rule!r}: muP is here for rules whose updates do not depend on the "
             f"size of gradients or parameters; use one of {', '.join(RULES)}, or no muP"
         )
-    if config.embed_scale or config.head != "tokens":
+    if config.embed_scale or config.head != "tokens" or config.kv_rank is not None:
         has = "multiplies its embeddings by sqrt(width)" if config.embed_scale else "gives a score"
+        has = "has latent attention" if config.kv_rank is not None else has
         raise ValueError(f"the model {has}: muP has no rates for that; train it without")
     shapes, others = (
         named_leaves(jax.eval_shape(functools.partial(decoder.init, each), jax.random.key(0)))
@@ -104,7 +108,7 @@ def factors(
     update = functools.partial(_muon, muon_scale) if rule == "muon" else _elementwise
     init, rate = {}, {}
     for path, leaf in shapes.items():
-        if path.startswith("blocks/") and path.endswith("/kernel"):
+        if re.match(LAYER, path) and path.endswith("/kernel"):
             sizes = [(shape[-2], shape[-1]) for shape in (leaf.shape, others[path].shape)]
             init[path] = (sizes[0][0] / sizes[1][0]) ** -0.5
             rate[path] = update(*sizes[0]) / update(*sizes[1])
@@ -112,7 +116,7 @@ def factors(
             init[path] = rate[path] = base.width / config.width
     query = "attn/norm_q/" if config.qk_norm else "attn/q/"
     scores = (base.block.head_dim / config.block.head_dim) ** 0.5
-    for path in (path for path in shapes if path.startswith(f"blocks/{query}")):
+    for path in (path for path in shapes if re.match(LAYER + query, path)):
         init[path], rate[path] = (each.get(path, 1.0) * scores for each in (init, rate))
     return Factors(init, rate, config.norm_offset)
 

@@ -162,14 +162,9 @@ class History(NamedTuple):
 
 def draw_rows(
     sampling: RowSampling, history: History, logits_BV: jax.Array, positions_B: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Chooses a token of each row, by the row's own seed and the token's position, and with
-    penalties by what the row has before that: who else has a row changes nothing.
-
-    Returns:
-      The tokens, int32 [B], and the log-probabilities of all tokens [B, V] as the model has them,
-      before penalties, temperature and truncation.
-    """
+) -> jax.Array:
+    """Chooses a token of each row, int32 [B], by the row's own seed and the token's position, and
+    with penalties by what the row has before that: who else has a row changes nothing."""
 
     def drawn() -> jax.Array:
         def row(logits_V, position, temperature, top_k, top_p, min_p, seed):
@@ -188,8 +183,7 @@ def draw_rows(
         lambda: logits_BV.astype(jnp.float32),
     )
     best_B = adjusted_BV.argmax(axis=-1).astype(jnp.int32)
-    tokens_B = jax.lax.cond((sampling.temperature > 0).any(), drawn, lambda: best_B)
-    return tokens_B, jax.nn.log_softmax(logits_BV)
+    return jax.lax.cond((sampling.temperature > 0).any(), drawn, lambda: best_B)
 
 
 def adjusted_rows(

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import decoder, layers
+from jaxtrain.models import decoder, layers, parts
 from jaxtrain.models.config import Activation, BlockConfig, ModelFields
 from jaxtrain.ops.numerics import drop
 from jaxtrain.sharding.placement import gather_sequence, scatter_sequence
@@ -109,10 +109,10 @@ class Embed(nnx.Module):
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         side, width = config.patch, config.width
-        kernel = nnx.Param(layers.normal(rngs, side, side, config.image[2], width))
+        kernel = nnx.Param(parts.normal(rngs, side, side, config.image[2], width))
         self.patch = nnx.Dict(kernel=kernel, bias=nnx.Param(jnp.zeros(width, jnp.float32)))
-        self.first = nnx.Param(layers.normal(rngs, 1, 1, width))
-        self.positions = nnx.Param(layers.normal(rngs, 1, config.length, width))
+        self.first = nnx.Param(parts.normal(rngs, 1, 1, width))
+        self.positions = nnx.Param(parts.normal(rngs, 1, config.length, width))
 
     def __call__(self, image_BHWC: jax.Array) -> jax.Array:
         kernel_PPCD = self.patch["kernel"][...]
@@ -130,7 +130,7 @@ class Head(nnx.Module):
     """Maps the first token's hidden state to float32 logits of classes."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
-        self.out = layers.dense(config.width, config.classes, rngs)
+        self.out = parts.dense(config.width, config.classes, rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         return layers.class_logits(self.out, gather_sequence(x_BTD)[:, 0])
@@ -162,7 +162,7 @@ def encode(
     """Returns normed hidden states [B, T, D], in the dtype of the parameters, of a batch's
     ``image``; ``rng`` None means no dropout."""
     x_BTD = run_layers(stages(config), params, embed(config, params, batch, rng), {}, rng)
-    return layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD)
+    return layers.apply(parts.Norm, config.block, params["final_norm"])(x_BTD)
 
 
 def logits(
@@ -184,7 +184,7 @@ def embed(
         raise ValueError(f"images have the shape {shape}, and the model's are {config.image}")
     x_BTD = layers.apply(Embed, config, params["embed"])(batch["image"])
     # Layers fold in 0 .. L - 1.
-    return scatter_sequence(drop(x_BTD, config.dropout, layers.fold(rng, config.layers)))
+    return scatter_sequence(drop(x_BTD, config.dropout, parts.fold(rng, config.layers)))
 
 
 def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> WeightedLoss:
@@ -195,7 +195,7 @@ def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
     """
     if config.classes is None:
         raise ValueError("a model with classes=None predicts nothing: give it classes")
-    x_BTD = layers.apply(layers.Norm, config.block, params["final_norm"])(x_BTD)
+    x_BTD = layers.apply(parts.Norm, config.block, params["final_norm"])(x_BTD)
     return layers.class_loss(layers.apply(Head, config, params["head"])(x_BTD), batch)
 
 

@@ -90,7 +90,8 @@ def attention(
 
     Args:
       q_BTHK: queries.
-      k_BSGK, v_BSGK: keys and values; G divides H, and they are never repeated in memory.
+      k_BSGK, v_BSGK: keys and values; G divides H, and they are never repeated in memory. Values
+        may have fewer features than keys: kernels are given zeros for the others.
       mask: what a query sees, and the bias; by default positions up to its own.
       scale: of the scores before the bias; None means ``1 / sqrt(K)``.
       softcap: scores are ``softcap * tanh(scores / softcap)`` before they are masked (Gemma 2,
@@ -102,7 +103,8 @@ def attention(
         or ``"auto"``; see :func:`choose`.
 
     Returns:
-      [B, T, H, K] in the dtype of ``q_BTHK``. Scores and softmax are float32.
+      [B, T, H, K] in the dtype of ``q_BTHK``, with the features of the values. Scores and softmax
+      are float32.
 
     Raises:
       ValueError: for shapes that do not fit, or an implementation that cannot run here.
@@ -111,6 +113,11 @@ def attention(
     if H % G:
         raise ValueError(f"{H} query heads cannot share {G} key heads evenly; use a divisor of {H}")
     mask.check(T, S, H)
+    if (lacks := k_BSGK.shape[3] - v_BSGK.shape[3]) > 0:
+        v_BSGK = jnp.pad(v_BSGK, ((0, 0), (0, 0), (0, 0), (0, lacks)))
+        how = {"scale": scale, "softcap": softcap, "dropout": dropout, "rng": rng}
+        out = attention(q_BTHK, k_BSGK, v_BSGK, mask, **how, implementation=implementation)
+        return out[..., :-lacks]
     dropout = 0.0 if rng is None else dropout
     implementation = preferred.value if implementation == "auto" else implementation
     form = {"mask": mask, "softcap": softcap, "dropout": dropout}

@@ -99,7 +99,7 @@ def chunk_attention(
 
     Args:
       q_BCHK: queries.
-      k_BGCK, v_BGCK: keys and values of the chunk.
+      k_BGCK, v_BGCK: keys and values of the chunk; values may have another number of features.
       start_B: int32, the position of each row's first query; what tiles have from there on is not
         seen.
       tiles: earlier positions.
@@ -107,7 +107,7 @@ def chunk_attention(
       bias: of distances [B, C, S], key minus query, what is added to the scores: [B, H, C, S].
 
     Returns:
-      [B, C, H, K] in the dtype of ``q_BCHK``.
+      [B, C, H, K] in the dtype of ``q_BCHK``, of as many features as the values have.
     """
     (B, C, H, K), G = q_BCHK.shape, k_BGCK.shape[1]
     q_BGNK = _by_key_head(q_BCHK, G)
@@ -137,7 +137,7 @@ def chunk_attention(
         keys_BS = jnp.broadcast_to(keys_S, (B, tiles.size))
         return see(kept, *tiles.read(t), keys_BS, (keys_BS < start_B[:, None])[:, None])
 
-    nothing = jnp.zeros(q_BGNK.shape, wide(q_BGNK.dtype))
+    nothing = jnp.zeros((*q_BGNK.shape[:3], v_BGCK.shape[3]), wide(q_BGNK.dtype))
     kept = nothing[..., 0] + MASKED, nothing[..., 0], nothing
     own_CC = jnp.arange(C) <= jnp.arange(C)[:, None]
     kept = see(kept, k_BGCK, v_BGCK, at_BC, jnp.broadcast_to(own_CC, (B, C, C)))
@@ -153,5 +153,5 @@ def _by_key_head(q_BCHK: jax.Array, G: int) -> jax.Array:
 
 
 def _by_position(out_BGNK: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    B, C, H, K = shape
-    return out_BGNK.reshape(B, out_BGNK.shape[1], C, -1, K).swapaxes(1, 2).reshape(B, C, H, K)
+    (B, C, H, _), (_, G, _, K) = shape, out_BGNK.shape
+    return out_BGNK.reshape(B, G, C, -1, K).swapaxes(1, 2).reshape(B, C, H, K)

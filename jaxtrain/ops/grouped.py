@@ -29,8 +29,12 @@ from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.per_device import not_taken_over, split_over
 
-# Rows of a tile, at most: enough to read an expert's weights for.
-ROWS = 512
+# Rows of a tile, at most: for each tile an expert's weights are read, and the sums of their
+# gradients read and written.
+ROWS = 2048
+# An expert's tokens are at least so many tiles, where tokens are spread evenly. What does not fill
+# a tile goes into smaller ones, so many in one, as half of the last is empty in the mean.
+TILES, SMALLER = 2, 4
 # Begins the scope that says how often a loop runs where tokens are spread evenly.
 TRIPS = "mean_trips_"
 
@@ -158,8 +162,8 @@ def _values(form, experts, x_ND, weights, gates_NJ, experts_NJ):
     def expert(out_ND, of_expert):
         own, *place = of_expert
 
-        def tile(t, out_ND):
-            x_RD, token_R, _, gate_R1 = tiles.rows(t, *place)
+        def tile(first, size, out_ND):
+            x_RD, token_R, _, gate_R1 = tiles.rows(first, size, *place)
             pre = [_dot(x_RD, own[name], 1, 0) for name in _entering(form)]
             y_RD = _dot(ACTIVATIONS[form](*pre), own["down"], 1, 0, wide(x_ND.dtype))
             return out_ND.at[token_R].add(y_RD * gate_R1, mode="drop")
@@ -178,20 +182,19 @@ def _gradients(form, experts, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
     def expert(sums, of_expert):
         own, *place = of_expert
 
-        def tile(t, sums):
+        def tile(first, size, sums):
             dx_ND, dgates_A, dweights = sums
-            x_RD, token_R, choice_R, gate_R1 = tiles.rows(t, *place)
+            x_RD, token_R, choice_R, gate_R1 = tiles.rows(first, size, *place)
             dy_RD = _rows(dy_ND, token_R)
             pre = [_dot(x_RD, own[name], 1, 0) for name in _entering(form)]
             h_RF, pull = jax.vjp(ACTIVATIONS[form], *pre)
             back_RF = _dot(dy_RD, own["down"], 1, 1, dtype)
             dgate_R = (back_RF * h_RF).sum(-1)
-            gated_RF = (h_RF * gate_R1).astype(h_RF.dtype)
             dpre = pull((back_RF * gate_R1).astype(h_RF.dtype))
             into = dict(zip(_entering(form), dpre, strict=True))
             dx_RD = sum(_dot(d_RF, own[name], 1, 1, dtype) for name, d_RF in into.items())
             found = {name: _dot(x_RD, d_RF, 0, 0, dtype) for name, d_RF in into.items()}
-            found["down"] = _dot(gated_RF, dy_RD, 0, 0, dtype)
+            found["down"] = _dot(h_RF, (dy_RD * gate_R1).astype(h_RF.dtype), 0, 0, dtype)
             return (
                 dx_ND.at[token_R].add(dx_RD, mode="drop"),
                 dgates_A.at[choice_R].set(dgate_R, mode="drop"),
@@ -217,21 +220,35 @@ class _Tiles:
         self.order_A = jnp.argsort(chosen_A, stable=True)
         counts_E = jnp.bincount(chosen_A, length=here)
         self.places = jnp.cumsum(counts_E) - counts_E, counts_E
-        self.size, self.trips = ROWS, 1
-        if isinstance(chosen_A.size, int):  # and no symbol of an exported program's shapes
+        even = ROWS  # of an expert; of an exported program's shapes, which are symbols, any
+        if isinstance(chosen_A.size, int):
             even = -(-chosen_A.size // experts)
-            self.size = min(ROWS, max(8, 1 << (even // 8).bit_length()))
-            self.trips = -(-even // self.size)
+        large = min(ROWS, max(8, 1 << (even // TILES).bit_length() >> 1))  # a power of 2
+        self.sizes = (large, large // SMALLER) if large > 8 * SMALLER else (large,)
+        self.even = even
 
-    def loop(self, tile: Any, start: Any, place: Any) -> Any:
-        """Applies ``tile(t, sums)`` to all tiles of the expert that has ``place``."""
-        with jax.named_scope(f"{TRIPS}{self.trips}"):
-            return jax.lax.fori_loop(0, -(-place[1] // self.size), tile, start)
+    def loop(self, tile: Any, sums: Any, place: Any) -> Any:
+        """Applies ``tile(first, size, sums)`` to all rows of the expert that has ``place``."""
+        first, mean_first = 0, 0
+        for size in self.sizes:
 
-    def rows(self, t, start, count) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Tile t of an expert: tokens [R, D], their numbers, those of the choices, and the gates
-        [R, 1]; behind the expert's last all is 0 and the numbers are beyond the arrays' ends."""
-        at_R = t * self.size + jnp.arange(self.size)
+            def step(t, sums, first=first, size=size):
+                return tile(first + t * size, size, sums)
+
+            # The last tiles are filled up, the others full.
+            over = size - 1 if size == self.sizes[-1] else 0
+            trips = (place[1] - first + over) // size
+            mean = (self.even - mean_first + over) // size
+            with jax.named_scope(f"{TRIPS}{mean}"):
+                sums = jax.lax.fori_loop(0, trips, step, sums)
+            first, mean_first = first + trips * size, mean_first + mean * size
+        return sums
+
+    def rows(self, first, size: int, start, count) -> tuple[jax.Array, ...]:
+        """Rows of an expert from ``first`` on: tokens [R, D], their numbers, those of the choices,
+        and the gates [R, 1]; behind the expert's last all is 0 and the numbers are beyond the
+        arrays' ends."""
+        at_R = first + jnp.arange(size)
         choice_R = self.order_A.at[start + at_R].get(mode="clip")
         choice_R = jnp.where(at_R < count, choice_R, self.order_A.shape[0])
         token_R = jnp.where(at_R < count, choice_R // self.each, self.x_ND.shape[0])

@@ -28,7 +28,10 @@ from jaxtrain.ops.tiled import SAVED
 # Whether what is traced is inside :func:`rematerialise`; part of the key of JAX's caches.
 rematerialised = jax.make_user_context(False)
 
-# The name of what :class:`jaxtrain.models.layers.Dense` computes.
+# Entered with the policy of a layout, for layers that are part of an embedding.
+layout_keeps = jax.make_user_context(None)
+
+# The name of what :class:`jaxtrain.models.parts.Dense` computes.
 PRODUCT = "product"
 
 REMAT = ("none", "dots", "offload", "save_attention", "full")
@@ -40,7 +43,7 @@ def rematerialise(name: str, block: Callable[..., Any], *, prevent_cse: bool) ->
     Args:
       name: one of :data:`REMAT`, but for none.
       block: any function, whose attention is :func:`jaxtrain.ops.attention.attention` and whose
-        dense layers are :class:`jaxtrain.models.layers.Dense`.
+        dense layers are :class:`jaxtrain.models.parts.Dense`.
       prevent_cse: False where forward and backward pass are in different loops, and no common
         subexpression can undo the rematerialisation.
     """

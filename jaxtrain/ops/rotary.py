@@ -69,6 +69,8 @@ class YarnScaling(NamedTuple):
         kept and divided.
       whole: whether the pairs of features at which the ramp begins and ends are whole numbers: 1,
         or 0.
+      all_dim: scores are multiplied by the square of ``0.1 all_dim log(factor) + 1``, as those of
+        DeepSeek-V3 (its ``mscale_all_dim``); 0 leaves them.
     """
 
     factor: float
@@ -77,6 +79,12 @@ class YarnScaling(NamedTuple):
     fast: float = 32.0
     slow: float = 1.0
     whole: int = 1
+    all_dim: float = 0.0
+
+    @property
+    def of_scores(self) -> float:
+        """What multiplies the scores of attention."""
+        return (0.1 * self.all_dim * math.log(max(self.factor, 1.0)) + 1) ** 2
 
     def scaled(self, frequencies: jax.Array, theta: float) -> jax.Array:
         """Returns the frequencies, of base ``theta``, of the stretched positions.
@@ -102,7 +110,7 @@ Scaling = Llama3Scaling | LinearScaling | YarnScaling
 
 def scaling_of(values: Any) -> Scaling:
     """Makes a scaling of its numbers, such as those of a file: one is linear, four are Llama 3's,
-    and six YaRN's.
+    and six or seven YaRN's.
 
     Raises:
       ValueError: they are others.
@@ -113,13 +121,13 @@ def scaling_of(values: Any) -> Scaling:
     numbers = isinstance(values, list | tuple) and all(type(x) in (int, float) for x in values)
     if numbers and len(values) == 1 and values[0] > 0:
         return LinearScaling(*values)
-    if numbers and len(values) == 6 and min(values[:5]) > 0 and values[3] > values[4]:
+    if numbers and len(values) in (6, 7) and min(values[:5]) > 0 and values[3] > values[4]:
         return YarnScaling(*values)
     if not numbers or len(values) != 4 or min(values) <= 0 or values[1] >= values[2]:
         raise ValueError(
             f"rope_scaling={values!r} must be one positive number (factor), four (factor, low, "
-            "high, length), low below high, or six (factor, length, magnitude, fast, slow, whole), "
-            "slow below fast"
+            "high, length), low below high, or six or seven (factor, length, magnitude, fast, "
+            "slow, whole, all_dim), slow below fast"
         )
     return Llama3Scaling(*values)
 
@@ -148,10 +156,13 @@ def rotary_angles(
     return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
 
 
-def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns each pair of features (i, i + K/2) by its position's angle.
+def rotate(
+    x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array], *, adjacent: bool = False
+) -> jax.Array:
+    """Turns each pair of features (i, i + K/2) by its position's angle; or each pair (2i, 2i + 1),
+    ``adjacent``, of which the result has all first ones in front, as its products do not mind.
 
-    The pairs are those of the published Llama checkpoints in Hugging Face form; Meta's own files
+    Halves are those of the published Llama checkpoints in Hugging Face form; Meta's own files
     pair (2i, 2i + 1), which is the same model with the columns of q and k permuted. The products
     are float32, or float64 of such an ``x_BTHK``; the result has its dtype.
 
@@ -162,9 +173,11 @@ def rotate(x_BTHK: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     """
     dtype = wide(x_BTHK.dtype)
     cos, sin = (a[..., None, :].astype(dtype) for a in angles)
-    first, second = jnp.split(x_BTHK.astype(dtype), 2, axis=-1)
+    x_BTHK, of = x_BTHK.astype(dtype), x_BTHK.dtype
+    pairs = (x_BTHK[..., ::2], x_BTHK[..., 1::2]) if adjacent else jnp.split(x_BTHK, 2, axis=-1)
+    first, second = pairs
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_BTHK.dtype)
+    return turned.astype(of)
 
 
 def sinusoidal_positions(

@@ -60,6 +60,9 @@ def route(
     *,
     per_token: int,
     routing: str = "softmax_normalised",
+    groups: int = 1,
+    groups_per_token: int = 1,
+    scale: float = 1.0,
     bias_E: jax.Array | None = None,
     live_BT: jax.Array | None = None,
     routes_BTJ: jax.Array | None = None,
@@ -71,6 +74,9 @@ def route(
       kernel_DE: of the router, an array or a :class:`jaxtrain.ops.linear.Kernel`.
       per_token: J.
       routing: one of :data:`ROUTINGS`.
+      groups, groups_per_token: experts are chosen within so many of the groups of neighbours: those
+        whose two best are best.
+      scale: multiplies the weights.
       bias_E: added to the scores by which experts are chosen.
       live_BT: bool, False for padding, which no expert sees and nothing counts, whatever it is;
         None means all.
@@ -98,12 +104,16 @@ def route(
         scores_BTE = probs_BTE
     if routes_BTJ is None:
         by_BTE = by_BTE if bias_E is None else by_BTE + bias_E.astype(dtype)
-        routes_BTJ = jax.lax.top_k(jax.lax.stop_gradient(by_BTE), per_token)[1]
+        by_BTE = jax.lax.stop_gradient(by_BTE)
+        if groups > 1:
+            by_BTE = _within_groups(by_BTE, groups, groups_per_token)
+        routes_BTJ = jax.lax.top_k(by_BTE, per_token)[1]
     chosen_BTJ = checkpoint_name(jnp.where(live_BT1, routes_BTJ, E).astype(jnp.int32), ROUTES)
     is_chosen_BTJE = chosen_BTJ[..., None] == jnp.arange(E)
     weights_BTJ = jnp.where(is_chosen_BTJE, scores_BTE[:, :, None], 0).sum(-1)
     if routing != "softmax":
         weights_BTJ /= jnp.where(live_BT1, weights_BTJ.sum(-1, keepdims=True), 1)
+    weights_BTJ *= scale
     load_BE = is_chosen_BTJE.sum((1, 2)).astype(dtype)
     tokens_B = jnp.maximum(live_BT.sum(1), 1).astype(dtype)
     probs_BE = jnp.where(live_BT1, probs_BTE, 0).sum(1) / tokens_B[:, None]
@@ -113,6 +123,15 @@ def route(
     balancing_B = None if bias_E is None else balancing_loss(load_BE, bias_E)
     of_rows = balance_B, z_BT.sum(1) / tokens_B, load_BE, balancing_B
     return Routes(chosen_BTJ, weights_BTJ, *of_rows)
+
+
+def _within_groups(by_BTE: jax.Array, groups: int, per_token: int) -> jax.Array:
+    """Returns what experts are chosen by, and less than anything outside of the chosen groups."""
+    by_BTGE = by_BTE.reshape(*by_BTE.shape[:2], groups, -1)
+    best_BTG = jax.lax.top_k(by_BTGE, 2)[0].sum(-1)
+    chosen_BTJ = jax.lax.top_k(best_BTG, per_token)[1]
+    is_chosen_BTG = (chosen_BTJ[..., None] == jnp.arange(groups)).any(2)
+    return jnp.where(is_chosen_BTG[..., None], by_BTGE, -jnp.inf).reshape(by_BTE.shape)
 
 
 def _exact(x: jax.Array, kernel: jax.Array) -> jax.Array:

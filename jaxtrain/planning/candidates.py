@@ -11,9 +11,9 @@ from jaxtrain.ops import remat as rematerialisation
 from jaxtrain.planning.roofline import slow_of
 from jaxtrain.planning.targets import Target
 from jaxtrain.sharding.mesh import AXES as MESH_AXES
-from jaxtrain.sharding.mesh import SLOW_AXES
+from jaxtrain.sharding.mesh import BATCH_AXES, SLOW_AXES
 
-AXES = ("data", "fsdp", "tensor", "pipe", "context")
+AXES = ("data", "fsdp", "tensor", "pipe", "context", "expert")
 
 # Least work first: the order in which they are tried until one fits. Offloading is left to who asks
 # for it: the traffic to the host's memory is not in the estimate.
@@ -24,13 +24,19 @@ REMAT = tuple(name for name in rematerialisation.REMAT if name != "offload")
 SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
 
 
-def make_meshes(devices: int, *, stages: bool) -> Iterator[MeshShape]:
+def make_meshes(devices: int, *, stages: bool, experts: bool = False) -> Iterator[MeshShape]:
     """All meshes of so many devices; of a model without stages, those without an axis that splits
-    layers or positions."""
-    for sizes in factorizations(devices, len(AXES)):
-        mesh = MeshShape(**dict(zip(AXES, sizes, strict=True)))
+    layers or positions, and of one without experts, those without theirs."""
+    axes = AXES if experts else AXES[:-1]
+    for sizes in factorizations(devices, len(axes)):
+        mesh = MeshShape(**dict(zip(axes, sizes, strict=True)))
         if stages or mesh.pipe == mesh.context == 1:
             yield mesh
+
+
+def batch_parts(mesh: MeshShape) -> int:
+    """Into how many parts a mesh splits the batch."""
+    return math.prod(mesh.axes[axis] for axis in BATCH_AXES)
 
 
 def make_placements(given: MeshShape, mesh: MeshShape, target: Target) -> list[MeshShape]:
@@ -103,7 +109,7 @@ def make_candidates(
       schedules: of a pipeline, each with its chunks (:func:`open_schedules`); none leaves it so.
     """
     rows = getattr(config, "global_batch", 1)
-    most = max(1, rows // (mesh.data * mesh.fsdp))
+    most = max(1, rows // batch_parts(mesh))
     base = dataclasses.replace(config.layout, mesh=mesh, accumulate=1)
     choices = REMAT if stages else [base.remat]
     kinds = [{"remat": remat} for remat in choices]

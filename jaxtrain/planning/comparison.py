@@ -3,10 +3,10 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxtrain.build import build_step
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
@@ -14,42 +14,52 @@ from jaxtrain.host.chips import Chip, chip_of
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.planning import estimate
 from jaxtrain.planning.ahead_of_time import read_compiled, wires
+from jaxtrain.planning.by_layer import Part, parts_of
 from jaxtrain.planning.estimate import Estimate
 from jaxtrain.planning.roofline import Prediction
 from jaxtrain.planning.targets import Target
-from jaxtrain.sharding.mesh import describe_mesh, slow_parts
-from jaxtrain.state import TrainState
+from jaxtrain.sharding.mesh import describe_mesh
 
 
-def estimate_compiled(
-    programs: Mapping[int, CompiledStep], experiment: Experiment, state: TrainState, mesh: Mesh
-) -> Estimate | None:
-    """Estimates a run's step by the trace that was compiled, as a plan does; None if the estimate
-    cannot follow it. ``programs`` are the compiled train steps by the number of steps in a call."""
-    given = (state, experiment.data.batch, mesh, experiment.laid.rules)
-    train = next(iter(programs.values()))
+@dataclasses.dataclass(frozen=True)
+class Predicted:
+    """A prediction for a run's compiled step.
+
+    Attributes:
+      programs: the compiled train steps by the number of steps in a call; the first is predicted.
+      estimated: its work and memory, by the trace that was compiled; None where the estimate cannot
+        follow that.
+      parts: what each part of the model takes of its memory.
+    """
+
+    programs: Mapping[int, CompiledStep]
+    estimated: Estimate | None
+    parts: tuple[Part, ...]
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The bytes of one device at the peak, and those of each part."""
+        peak = next(iter(self.programs.values())).memory_bytes
+        return {"peak": peak, "parts": [dataclasses.asdict(part) for part in self.parts]}
+
+
+def predict_run(programs: Mapping[int, CompiledStep], experiment: Experiment) -> Predicted:
+    """Predicts a run's step, as a plan does."""
+    steps, train = next(iter(programs.items()))
+    state, estimated = train.arguments[0], None
     with contextlib.suppress(Exception):  # It is for a report alone, which must stop no run.
-        traced = train.jaxpr
-        if experiment.layout.steps_per_call > 1:
-            traced = estimate.trace_step(build_step(experiment, state, mesh), *given)
-        kind = mesh.devices.flat[0].platform
-        found = estimate.estimate_traced(traced, *given, kind=kind)
-        found = dataclasses.replace(found, slow=slow_parts(mesh))
-        return estimate.on_critical_path(found, experiment, state.params)
-    return None
+        estimated = estimate.estimate_compiled(train, steps=steps)
+        estimated = estimate.on_critical_path(estimated, experiment, state.params)
+    kept = estimated and estimated.kept
+    return Predicted(programs, estimated, parts_of(state, kept, experiment))
 
 
-def compare_with_run(
-    programs: Mapping[int, CompiledStep],
-    mesh: Mesh,
-    estimated: Estimate | None,
-    seconds_per_step: float | None,
-) -> list[str]:
+def compare_with_run(predicted: Predicted, mesh: Mesh, seconds: float | None) -> list[str]:
     """Says how the compiled step's own prediction compares with the run, as :func:`compare` does;
     nothing on a CPU, which counts no memory and has no published peaks."""
     if mesh.devices.flat[0].platform == "cpu":
         return []
-    return compare(programs, mesh, estimated, seconds_per_step)
+    return compare(predicted.programs, mesh, predicted.estimated, seconds)
 
 
 def compare(
@@ -61,7 +71,7 @@ def compare(
     """Returns lines for the log: the memory and the time of a step, predicted and measured.
 
     Of ``programs``, by the number of steps in a call, the first is compared, with what
-    :func:`estimate_compiled` returned. ``seconds`` leaves evaluation and checkpoints out; None
+    :func:`predict_run` estimated. ``seconds`` leaves evaluation and checkpoints out; None
     where nothing was timed.
     """
     device = mesh.devices.flat[0]

@@ -27,6 +27,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jaxtrain.build import build_step, make_abstract_state
+from jaxtrain.compile import CompiledStep
 from jaxtrain.engines.pipeline.balance import Weights, weigh
 from jaxtrain.engines.pipeline.entering import layers_of_stages
 from jaxtrain.engines.pipeline.tables import bubble, make_table, makespan
@@ -39,7 +40,7 @@ from jaxtrain.planning.roofline import Prediction, crossing_bytes, slow_of, wire
 from jaxtrain.planning.targets import Target
 from jaxtrain.planning.walk import walk_step
 from jaxtrain.precision import PrecisionWarning
-from jaxtrain.sharding.mesh import AXES, SLOW_AXES, check_slow, fill_sizes
+from jaxtrain.sharding.mesh import AXES, SLOW_AXES, check_slow, fill_sizes, slow_parts
 from jaxtrain.sharding.placement import UnevenWarning, tracing_on
 from jaxtrain.sharding.rules import Rule, Rules, batch_shardings
 from jaxtrain.state import TrainState, local_bytes, shapes_on
@@ -198,6 +199,20 @@ def estimate_traced(
     :func:`jaxtrain.compile_step`, as shapes; the mesh is one of devices, or :func:`abstract_mesh`.
     """
     batch = shapes_on(batch, batch_shardings(batch, mesh, rules))
+    return _estimate(traced, state, batch, mesh, kind)
+
+
+def estimate_compiled(train: CompiledStep, *, steps: int = 1) -> Estimate:
+    """Estimates one step of a compiled program of so many steps, which was compiled on a mesh."""
+    state, batch = train.arguments
+    mesh = jax.tree.leaves(train.batch_shardings)[0].mesh
+    found = _estimate(train.jaxpr, state, batch, mesh, mesh.devices.flat[0].platform)
+    cost = Cost()
+    cost.add(found.cost, 1 / steps)
+    return dataclasses.replace(found, cost=cost, slow=slow_parts(mesh))
+
+
+def _estimate(traced: Any, state: PyTree, batch: PyTree, mesh: Any, kind: str) -> Estimate:
     leaves = jax.tree.leaves(state)
     specs = [spec_of(leaf) for leaf in (*leaves, *jax.tree.leaves(batch))]
     params = state.params if isinstance(state, TrainState) else state

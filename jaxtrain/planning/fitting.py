@@ -4,20 +4,30 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
+
+import jax
 
 from jaxtrain.build import why_not_once
 from jaxtrain.engines.reduction import kept_by_gathering
 from jaxtrain.experiment import Experiment
 from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.planning.ahead_of_time import unknown_note
-from jaxtrain.planning.candidates import make_placements, name_of, open_schedules, parts_of
+from jaxtrain.planning.candidates import (
+    batch_parts,
+    make_placements,
+    name_of,
+    open_schedules,
+    parts_of,
+)
 from jaxtrain.planning.estimate import Estimate, abstract_state, estimate, placed, predict, trace
 from jaxtrain.planning.ranking import Family, Row
 from jaxtrain.planning.targets import Target
 from jaxtrain.state import TrainState, gradient_shardings, local_bytes
+from jaxtrain.tree import named_leaves
 
 
 class Estimator:
@@ -46,6 +56,14 @@ class Estimator:
     def alone(self) -> Experiment:
         """The experiment on one device."""
         return self._build(self.asked.with_({"mesh": MeshShape(data=1), "accumulate": 1}))
+
+    @functools.cached_property
+    def has_experts(self) -> bool:
+        """Whether some parameter has a rule that splits it by experts."""
+        laid = self.alone.laid
+        names = named_leaves(jax.eval_shape(laid.init_fn, jax.random.key(0)))
+        paths = [path for path, axes in laid.rules.params if "experts" in axes]
+        return any(re.search(path, name) for path in paths for name in names)
 
     @property
     def gathers(self) -> tuple[str, ...]:
@@ -168,8 +186,9 @@ def refuse_mesh(estimator: Estimator, first: Layout) -> Reason | None:
     if not estimator.placements(mesh):
         return Reason(f"data, fsdp and pipe do not divide over {target.islands} {where}")
     rows = getattr(config, "global_batch", None)
-    if rows is not None and rows % (mesh.data * mesh.fsdp * stages):
-        return Reason("the global batch does not divide over data x fsdp (x pipe for microbatches)")
+    if rows is not None and rows % (batch_parts(mesh) * stages):
+        axes = "data x fsdp x expert" if mesh.expert > 1 else "data x fsdp"
+        return Reason(f"the global batch does not divide over {axes} (x pipe for microbatches)")
     try:
         state = local_bytes(estimator.outline(first)[1])
     except ValueError as error:

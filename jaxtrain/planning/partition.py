@@ -239,6 +239,10 @@ class Partitioner:
             for at, n, axes in zip(places, first.shape, first.spec, strict=True):
                 wanted[at] = axes if n == shape[at] else ()
             return self.fit(shape, wanted)
+        if name in ("stack", "unstack") and first is not None:  # an axis more, or one less
+            at, wanted = params["axis"], list(first.spec)
+            wanted[at : at + (name == "unstack")] = [()] * (name == "stack")
+            return self.fit(shape, wanted)
         if name in REDUCTIONS and first is not None:
             gone = set(params["axes"])
             spec = self.fit(shape, [axes for d, axes in enumerate(first.spec) if d not in gone])

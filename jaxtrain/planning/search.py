@@ -1,6 +1,6 @@
 """Which mesh: enumerates layouts of an experiment on a target, and says why the others lost.
 
-A layout is a mesh (data, fsdp, tensor, pipe, context), a number of microbatches, a choice of
+A layout is a mesh (data, fsdp, tensor, pipe, context, expert), a number of microbatches, which
 rematerialisation, when weights are gathered (layer by layer, or once per step), whether the
 residual stream is split over tensor, a pipeline's schedule and chunks, and which axes cross the
 slow network between slices or hosts (``dcn_data``, ``dcn_fsdp``, ``dcn_pipe``). All that divide the
@@ -135,7 +135,7 @@ def search(
 
     watch(lambda: found(complete=False))
     stages = estimator.alone.task.made_of_stages
-    meshes = list(make_meshes(target.size, stages=stages))
+    meshes = list(make_meshes(target.size, stages=stages, experts=estimator.has_experts))
     meshes.sort(key=lambda mesh: mesh.tensor * mesh.context * mesh.pipe**2)
     open_ways = {"gathers": estimator.gathers, "schedules": estimator.schedules, "stages": stages}
     for i, mesh in enumerate(meshes):

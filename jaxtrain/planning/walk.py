@@ -70,7 +70,7 @@ HEAVY = frozenset(
     [
         *REDUCTIONS,
         *IN_PLACE,
-        *("gather", "concatenate", "sort", "top_k"),
+        *("gather", "concatenate", "stack", "sort", "top_k"),
         *("cumsum", "cumlogsumexp", "cummax", "reduce_window_sum", "reduce_window_max"),
         *("select_and_scatter_add", "cholesky", "triangular_solve"),
     ]
@@ -469,7 +469,8 @@ class CostInterpreter(Partitioner):
         specs = [v.spec for v in carry]
         outer, self.cost = self.cost, Cost()
         _, peak = self.body(params["body_jaxpr"], consts, carry, specs, [])
-        outer.add(self.cost, mean_trips(equation) or 1)
+        trips = mean_trips(equation)
+        outer.add(self.cost, 1 if trips is None else trips)
         self.cost = outer
         liveness.transient(peak)
         return self.store(equation.outvars, specs, inputs, liveness)

@@ -23,8 +23,7 @@ from jaxtrain.host import distributed, output, readings, storage
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
-from jaxtrain.planning.by_layer import parts_of
-from jaxtrain.planning.comparison import compare_with_run, estimate_compiled
+from jaxtrain.planning.comparison import compare_with_run, predict_run
 from jaxtrain.run import folder, provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.context import Run
@@ -301,10 +300,8 @@ def _fit(
         stack.enter_context(checkpoints)
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {name}", header)
-        estimated = estimate_compiled(programs, experiment, state, mesh)
-        parts = parts_of(state, estimated and estimated.kept, experiment)
-        peak = next(iter(programs.values())).memory_bytes
-        journal.ready(start, header, {"peak": peak, "parts": list(map(dataclasses.asdict, parts))})
+        predicted = predict_run(programs, experiment)
+        journal.ready(start, header, predicted.memory)
         texts = {folder.CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
         for file, text in (texts | dict(metadata.files)).items():
             write = functools.partial(_write_file, run_dir / file, text, keep=resume)
@@ -347,7 +344,7 @@ def _fit(
                 with ledger.phase("restore"):
                     found = build.restore_evaluated(experiment, abstract, checkpoints, best.step)
                 concluded = dataclasses.replace(found, step=best.step), best.evaluation
-    if compared := compare_with_run(programs, mesh, estimated, run.rate.seconds_per_step):
+    if compared := compare_with_run(predicted, mesh, run.rate.seconds_per_step):
         terminal.print_lines(compared)
     print_conclusion(experiment, *concluded, str(run_dir), journal)
     terminal.print_lines(lines)

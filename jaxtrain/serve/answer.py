@@ -127,6 +127,7 @@ class Answer:
         the choice has ended."""
         asked = self._asked
         texts = {i: Text(asked.stops) for i, each in enumerate(asked.requests) if each.max_tokens}
+        begun: set[int] = set()
         while texts:
             index, events = await asyncio.wait_for(self._queue.get(), self._left)
             if events is None:
@@ -139,7 +140,9 @@ class Answer:
             new, told, reason = "", [], None
             for event in events:
                 self._written += 1
-                piece = text.add(self._writer.piece(event), last=event.reason is not None)
+                piece = self._writer.piece(event, is_first=index not in begun)
+                begun.add(index)
+                piece = text.add(piece, last=event.reason is not None)
                 told.append(Told(piece, event.token, event.logprob, event.top))
                 new, reason = new + piece, "stop" if text.stopped else event.reason
                 if reason:

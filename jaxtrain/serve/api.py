@@ -77,6 +77,8 @@ class Asked:
       logprobs: whether they are told.
       echo: whether a choice begins with its prompt.
       usage: whether the last event of a stream counts the tokens.
+      begins: whether a choice is a text of its own, without the space that some tokenizers have
+        before every text.
     """
 
     requests: tuple[Request, ...]
@@ -88,6 +90,7 @@ class Asked:
     echo: bool
     stream: bool
     usage: bool
+    begins: bool = False
 
     @property
     def read(self) -> int:
@@ -107,6 +110,8 @@ class Reader:
       template: of chats; None refuses them.
       begin: the tokens that a text follows, and those that a conversation does; an empty text
         follows an end of document in any case.
+      sources: most tokens of a prompt that is a source, of which the answer is the target, of at
+        most ``longest``; an end of document follows its text. None where answers continue prompts.
     """
 
     models: tuple[str, ...]
@@ -115,6 +120,7 @@ class Reader:
     ends: frozenset[int]
     template: ChatTemplate | None
     begin: tuple[tuple[int, ...], tuple[int, ...]]
+    sources: int | None = None
 
     def read(self, body: Any, *, chat: bool, seed: int) -> Asked:
         """Reads a body of JSON.
@@ -137,6 +143,8 @@ class Reader:
         given = {name: _number(body, name) for name in _NUMBERS}
         logprobs, top = _logprobs(body, chat)
         echo, stream = _flag(body, "echo"), _flag(body, "stream")
+        if echo and self.sources is not None:
+            raise ValueError("echo is true: the answer does not continue a source; leave it out")
         options = body.get("stream_options", {})
         if not isinstance(options, dict) or options.keys() - {"include_usage"}:
             raise ValueError("stream_options must be an object with include_usage alone")
@@ -158,16 +166,16 @@ class Reader:
             )
         requests = []
         for row in rows:
-            room = self.longest - len(row)
+            room = self._room(row)
             most = count
             if most is None:
                 most = max(1, room if chat else min(room, DEFAULT_TOKENS))
             if most < 1 - echo:
                 raise ValueError(f"max_tokens is {most}: ask for at least one token")
             if most > room:
+                own = f"the prompt has {len(row)} tokens: " * (self.sources is None)
                 raise ValueError(
-                    f"the prompt has {len(row)} tokens: with max_tokens={most} that exceeds the "
-                    f"{self.longest} of this server"
+                    f"{own}with max_tokens={most} that exceeds the {self.longest} of this server"
                 )
             if given["min_tokens"] > most:
                 raise ValueError(
@@ -190,7 +198,19 @@ class Reader:
                 )
         usage = _flag(options, "include_usage")
         asked = tuple(requests), len(rows), chat, model, _stops(body)
-        return Asked(*asked, logprobs, echo, stream, usage)
+        begins = chat or self.sources is not None
+        return Asked(*asked, logprobs, echo, stream, usage, begins)
+
+    def _room(self, row: Sequence[int]) -> int:
+        """How many tokens the answer to a prompt may have."""
+        if self.sources is None:
+            return self.longest - len(row)
+        if len(row) > self.sources:
+            raise ValueError(
+                f"the prompt has {len(row)} tokens, which exceeds the {self.sources} that a source "
+                "has here: shorten it"
+            )
+        return self.longest
 
     def _ends(self, body: Mapping[str, Any]) -> frozenset[int]:
         """The tokens that end an answer: the model's, unless they are to be ignored, and more."""
@@ -233,6 +253,8 @@ class Reader:
     def _tokens(self, prompt: Any, name: str) -> list[int]:
         if isinstance(prompt, str):
             ids = [*self.begin[0], *encode_prompt(prompt, self.tokenizer).tolist()]
+            if self.sources is not None:
+                ids.append(self.tokenizer.eod)
             return ids or [self.tokenizer.eod]
         size = self.tokenizer.vocab_size
         if not isinstance(prompt, list) or not prompt:
@@ -385,10 +407,13 @@ class Writer:
             "system_fingerprint": fingerprint,
         }
 
-    def piece(self, event: Event) -> bytes:
+    def piece(self, event: Event, *, is_first: bool) -> bytes:
         """The bytes of an event's token; an end has none."""
-        ends = self._asked.requests[0].ends
-        return b"" if event.token in ends else self._tokenizer.token_pieces([event.token])[0]
+        if event.token in self._asked.requests[0].ends:
+            return b""
+        if is_first and self._asked.begins:
+            return self._tokenizer.decode_bytes([event.token])
+        return self._tokenizer.token_pieces([event.token])[0]
 
     def whole(self, choices: Sequence[tuple[str, list[Told], str]], written: int) -> dict[str, Any]:
         """The answer with all choices, each its text, tokens and why it ended."""

@@ -1,4 +1,4 @@
-"""``jaxtrain serve``: OpenAI's API for a trained decoder, and vLLM's for a classifier."""
+"""``jaxtrain serve``: OpenAI's API for what writes text, and vLLM's for a classifier."""
 
 import contextlib
 import dataclasses
@@ -30,6 +30,7 @@ from jaxtrain.host import distributed, extras, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import MeshShape
 from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.ops.packed import Kind
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.predict.heads import Model
@@ -40,17 +41,20 @@ from jaxtrain.serve.classify import Classifier
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.front import REPLICA, Replica, make_front
 from jaxtrain.serve.server import make_app
+from jaxtrain.serve.sources import SourceEngine
 from jaxtrain.sharding.mesh import make_mesh
 
 KEY = "JAXTRAIN_API_KEY"
-OF_DECODERS = ("adapter", "chat_template", "readers", "chunk", "page", "longest", "pages", "draft")
-OF_DECODERS += ("quantize", "cache")
+# Flags that only some forms of models read.
+OF_DECODERS = ("adapter", "chat_template", "chunk", "page", "pages", "draft", "quantize", "exact")
+OF_DECODERS += ("cache",)
+OF_WRITERS = ("readers", "longest")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeOptions(ModelOptions):
-    """Serves a trained decoder over OpenAI's API: completions, chat completions, embeddings; or a
-    classifier of texts, as vLLM does.
+    """Serves a trained decoder over OpenAI's API (completions, chat completions, embeddings), an
+    encoder-decoder (completions), or a classifier of texts, as vLLM does.
 
     Many requests share two compiled programs, and the tokens of a request do not depend on who else
     is served. With JAXTRAIN_API_KEY in the environment clients must give that key. SIGTERM lets
@@ -77,11 +81,15 @@ class ServeOptions(ModelOptions):
     page: int = 64
     """Positions of a page of the cache; pages are shared by prompts that begin alike."""
     longest: int | None = None
-    """Most tokens of a prompt and its answer; left out, as many as the model was trained with."""
+    """Most tokens of a prompt and its answer, or of a source, and of a target; left out, as many as
+    the model was trained with."""
     pages: int | None = None
     """Pages of the cache; left out, as many as all slots can fill."""
     quantize: Kind | None = None
     """Codes for the kernels of attention and MLP, which take 1 byte a weight or half of one."""
+    exact: bool = False
+    """Tell log-probabilities with the bits that jaxtrain.models.exact gives a trainer; tokens take
+    more time."""
     cache: Literal["int8"] | None = None
     """Keys and values of 8 bits, with a scale for each position and head."""
     max_requests: int = 256
@@ -138,12 +146,21 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
     mesh = options.start()
     _check_form(options)  # Reading what a run says of itself starts JAX.
     told = {"mesh": mesh, "step": options.step, "quantize": options.quantize}
-    opened = open_model(options.model, "decoder", "encoder", **told)
+    opened = open_model(options.model, "decoder", "encoder", "encoder-decoder", **told)
     guard = {"limits": limits, "key": os.environ.get(KEY) or None}
     if isinstance(opened.model, EncoderConfig):
         classifier = Classifier(Model(opened, mesh, rows=options.slots))
         classifier.warm_up()
         listen(make_app(classifier, name, **guard), name=name, **given)
+        return 0
+    if isinstance(opened.model, T5Config):
+        sizes = {"slots": options.slots, "readers": options.readers, "longest": options.longest}
+        # A pretrained model may have more tokens than its tokenizer, which has no text for those.
+        model = dataclasses.replace(opened.model, vocab_size=opened.tokenizer.vocab_size)
+        engine = SourceEngine(model, opened.params, mesh=mesh, **sizes)
+        reader = reader_of(opened, (name,), None, engine.longest, sources=engine.sources)
+        engine.warm_up()
+        listen(make_app(engine, reader, **guard), name=name, **given)
         return 0
     adapters = _adapters(options.adapter, name, opened)
     draft = None
@@ -164,6 +181,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         adapters=adapters,
         draft=draft,
         drafts=options.draft_tokens,
+        exact=options.exact,
         cache=options.cache,
     )
     reader = reader_of(opened, (name, *adapters), options.chat_template, engine.longest)
@@ -177,17 +195,22 @@ def _check_form(options: ServeOptions) -> None:
     folder, model, _ = find_model(options.model)
     form = form_of(model)
     head = model.head if form == "encoder" else None
-    if form not in ("decoder", "encoder") or head not in (None, "classes"):
+    unread = {
+        "decoder": (),
+        "encoder-decoder": OF_DECODERS,
+        "encoder": (*OF_DECODERS, *OF_WRITERS),
+    }
+    if form not in unread or head not in (None, "classes"):
         what = f"the form {form}" if head is None else f"the head {head!r}"
-        command = "generate" if form == "encoder-decoder" else "predict"
         raise ValueError(
-            f"the model in '{folder}' has {what}, which is not served: use `jaxtrain {command}`"
+            f"the model in '{folder}' has {what}, which is not served: use `jaxtrain predict`"
         )
-    for name in OF_DECODERS if form == "encoder" else ():
+    kind = "classifier" if head else form
+    for name in unread[form]:
         if (value := getattr(options, name)) != getattr(ServeOptions, name):
             raise ValueError(
-                f"--{name.replace('_', '-')} is {value}, and the model in '{folder}' is a "
-                "classifier, which does not read it: leave it out"
+                f"--{name.replace('_', '-')} is {value}, and the model in '{folder}' is of the "
+                f"kind {kind}, which does not read it: leave it out"
             )
 
 
@@ -214,7 +237,9 @@ def replica_command(options: ServeOptions) -> list[str]:
     command = [sys.executable, "-m", "jaxtrain", "serve", f"--mesh.tensor={options.mesh.tensor}"]
     for field in dataclasses.fields(alone):
         value, flag = getattr(alone, field.name), f"--{field.name.replace('_', '-')}"
-        if field.name != "mesh" and value != field.default:
+        if value is True:
+            command.append(flag)
+        elif field.name != "mesh" and value != field.default:
             values = value if isinstance(value, tuple) else (value,)
             command += [f"{flag}={each}" for each in values]
     return command
@@ -303,12 +328,17 @@ def _adapters(named: Sequence[str], name: str, opened: Opened) -> dict[str, Addi
 
 
 def reader_of(
-    opened: Opened, models: tuple[str, ...], chat_template: str | None, longest: int
+    opened: Opened,
+    models: tuple[str, ...],
+    chat_template: str | None,
+    longest: int,
+    *,
+    sources: int | None = None,
 ) -> Reader:
     """Makes what reads a model's requests."""
     ends = frozenset(ends_of(opened.folder, opened.tokenizer))
     template = template_of(chat_template, opened.folder, opened.tokenizer)
-    return Reader(models, opened.tokenizer, longest, ends, template, opened.begin)
+    return Reader(models, opened.tokenizer, longest, ends, template, opened.begin, sources)
 
 
 def template_of(name: str | None, folder: str, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import CausalDecoder
+from jaxtrain.models.exact import TILE, ExactDecoder, check_mesh
 from jaxtrain.models.sampling import History, RowSampling
 from jaxtrain.ops.cached import Rounded
 from jaxtrain.ops.linear import kernel_rules
@@ -115,6 +116,8 @@ class Engine:
       draft: a smaller model of the same tokens and its parameters, which proposes tokens; None to
         write one at a time.
       drafts: tokens that it proposes in a step.
+      exact: whether the log-probabilities are, to the bit, those that
+        :func:`jaxtrain.models.exact.log_probs` gives a trainer, whatever the sizes here.
       cache: "int8" for keys and values of 8 bits, with a scale for each position and head; None for
         the dtype of ``params``.
 
@@ -137,14 +140,11 @@ class Engine:
         adapters: Mapping[str, Additions] = {},
         draft: tuple[DecoderConfig, Any] | None = None,
         drafts: int = 4,
+        exact: bool = False,
         cache: Literal["int8"] | None = None,
     ):
         longest = row_length(model, longest, least=2)
-        for name, value in (("slots", slots), ("readers", readers)):
-            if value < 2:
-                raise ValueError(
-                    f"`{name}` is {value}: a row alone is computed in another order; give 2 or more"
-                )
+        check_rows(slots, readers)
         if page < 1:
             raise ValueError(f"`page` is {page}: give at least 1 position")
         if chunk < 1 or chunk % page:
@@ -153,7 +153,11 @@ class Engine:
             )
         if draft is not None:
             _check_draft(draft[0], model, longest, drafts)
-        self.model, self.longest, self.chunk, self.page = model, longest, chunk, page
+        if exact:
+            _check_exact(page, mesh, adapters, cache)
+        self._set_up(model, slots, readers, longest, mesh)
+        self.longest, self.chunk, self.page, self.exact = longest, chunk, page, exact
+        self.adapters += tuple(adapters)
         self.most = -(-longest // page)  # pages of a row
         pages = 1 + slots * self.most if pages is None else pages
         if pages <= self.most:
@@ -162,18 +166,7 @@ class Engine:
                 "more is for padding"
             )
         self.pool = PagePool(pages, chunk // page)
-        self.rows: list[_Row | None] = [None] * slots
-        self.waiting: collections.deque[_Row] = collections.deque()
-        self._numbers, self._readers = 0, readers
-        self.adapters = (None, *adapters)
-        self._mesh = mesh
         self._table = np.zeros((slots, self.most), np.int32)
-        self._sampling = unasked(model, slots)
-        self._history = np.zeros((slots, longest), np.int32)
-        self._last = np.zeros(slots, np.int32)
-        self._adapter = np.zeros(slots, np.int32)
-        # Tokens that a draft has guessed, and those of them that the model has written.
-        self.guessed = self.right = 0
         self._drafts = 0 if draft is None else drafts
         with self._on_mesh():
             if adapters:
@@ -184,16 +177,35 @@ class Engine:
                 params = jax.device_put(params, places)
             both = [(model, params), *([draft] if draft else [])]
             self._caches = [_empty(*each, pages, page, mesh, cache) for each in both]
-            # Handed over where no row's tokens are read.
-            empty = {size: np.zeros((size, longest), np.int32) for size in (slots, readers)}
-            self._no_history = {size: self._put(tokens) for size, tokens in empty.items()}
         models, self._params = [CausalDecoder(each) for each, _ in both], [p for _, p in both]
+        if exact:  # A draft only guesses.
+            models[0] = ExactDecoder(model)
         self._reads = jax.jit(functools.partial(advance, models), donate_argnums=1)
         self._writes = self._reads
         if draft is not None:
             self._writes = jax.jit(functools.partial(speculate, models, drafts), donate_argnums=1)
-        self._score = jax.jit(functools.partial(scored, model))
+        self._score = jax.jit(functools.partial(scored, models[0]))
         self._embed = jax.jit(functools.partial(embedded, model))
+
+    def _set_up(
+        self, model: Any, slots: int, readers: int, positions: int, mesh: Mesh | None
+    ) -> None:
+        """Sets what engines of all models have: rows of so many positions, and what is handed over
+        of them."""
+        self.model, self._mesh = model, mesh
+        self.rows: list[_Row | None] = [None] * slots
+        self.waiting: collections.deque[_Row] = collections.deque()
+        self._numbers, self._readers, self._drafts = 0, readers, 0
+        self.adapters, self.exact = (None,), False
+        # Tokens that a draft has guessed, and those of them that the model has written.
+        self.guessed = self.right = 0
+        self._sampling = unasked(model, slots)
+        self._history = np.zeros((slots, positions), np.int32)
+        self._last = np.zeros(slots, np.int32)
+        self._adapter = np.zeros(slots, np.int32)
+        # Handed over where no row's tokens are read.
+        empty = {size: np.zeros((size, positions), np.int32) for size in (slots, readers)}
+        self._no_history = {size: self._put(tokens) for size, tokens in empty.items()}
 
     def _put(self, tokens: np.ndarray) -> jax.Array:
         place = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
@@ -214,7 +226,7 @@ class Engine:
         kind = jax.devices()[0].device_kind, jax.__version__
         sizes = len(self.rows), self._readers, self.chunk, self.page, self._drafts
         mesh = None if self._mesh is None else dict(self._mesh.shape)
-        whole = repr((self.model, sizes, dtypes, mesh, kind)).encode()
+        whole = repr((self.model, sizes, self.exact, dtypes, mesh, kind)).encode()
         return "fp_" + hashlib.blake2b(whole, digest_size=6).hexdigest()
 
     @property
@@ -259,17 +271,26 @@ class Engine:
             raise ValueError(
                 f"the adapter is {request.adapter!r}: there are {', '.join(self.adapters[1:])}"
             )
-        if tokens.size + request.max_tokens > self.longest:
-            raise ValueError(
-                f"the prompt has {tokens.size} tokens: with max_tokens={request.max_tokens} that "
-                f"exceeds the {self.longest} of this server"
-            )
+        self._check_room(request)
         self._numbers += 1
         # What an adapter reads has keys and values of its own.
         own = self.adapters.index(request.adapter)
         digests = digests_of(request.prompt, self.chunk, own)
         self.waiting.append(_Row(self._numbers, request, [], digests, 0))
         return self._numbers
+
+    def _own(self, request: Request) -> Sequence[int]:
+        """The tokens that an answer follows in its row."""
+        return request.prompt
+
+    def _check_room(self, request: Request) -> None:
+        """Raises ValueError where a row is too short for a request."""
+        count = len(request.prompt)
+        if count + request.max_tokens > self.longest:
+            raise ValueError(
+                f"the prompt has {count} tokens: with max_tokens={request.max_tokens} that "
+                f"exceeds the {self.longest} of this server"
+            )
 
     def cancel(self, number: int) -> None:
         """Frees what a request holds; nothing where it has ended."""
@@ -282,11 +303,10 @@ class Engine:
         """Reads a chunk of waiting prompts, writes a token of every other request, or as many as a
         draft has guessed and one more, and returns what was written."""
         self._admit()
-        reading = [
-            s for s, row in enumerate(self.rows) if row and row.read < len(row.request.prompt)
-        ]
+        taken = {s: row.read < len(row.request.prompt) for s, row in enumerate(self.rows) if row}
+        reading = [slot for slot, reads in taken.items() if reads]
+        writing = [slot for slot, reads in taken.items() if not reads]
         reading = sorted(reading, key=lambda slot: self.rows[slot].number)[: self._readers]
-        writing = [s for s, row in enumerate(self.rows) if row and row.written]
         # Both are under way before either is waited for.
         read = self._read(reading) if reading else None
         wrote = self._write(writing) if writing else None
@@ -362,7 +382,8 @@ class Engine:
             request = row.request
             # At least one token is read: its logits are the first that count.
             shared = self.pool.beginning(row.digests[: (len(request.prompt) - 1) // self.chunk])
-            need = -(-(len(request.prompt) + request.max_tokens) // self.page)
+            own = self._own(request)
+            need = -(-(len(own) + request.max_tokens) // self.page)
             pages = self.pool.take(shared, need - len(shared))
             if pages is None:
                 return
@@ -377,10 +398,10 @@ class Engine:
             chosen += request.repetition_penalty, request.frequency_penalty
             held = sorted(request.ends) if request.min_tokens else []
             held += [-1] * (ENDS - len(held))
-            chosen += request.presence_penalty, request.min_tokens, held, len(request.prompt)
+            chosen += request.presence_penalty, request.min_tokens, held, len(own)
             filled = [*request.logit_bias.items(), *[(self.model.vocab_size, 0.0)] * BIASES]
             chosen += tuple(zip(*filled[:BIASES], strict=True))
-            self._history[slot, : len(request.prompt)] = request.prompt
+            self._history[slot, : len(own)] = own
             for array, value in zip(self._sampling, chosen, strict=True):
                 array[slot] = value
             self._adapter[slot] = self.adapters.index(request.adapter)
@@ -409,7 +430,7 @@ class Engine:
         start_B, count_B = np.zeros(B, np.int32), np.zeros(B, np.int32)
         for slot in slots:
             row = self.rows[slot]
-            start_B[slot] = len(row.request.prompt) + row.written - 1
+            start_B[slot] = len(self._own(row.request)) + row.written - 1
             count_B[slot] = self._count(row)
         table = np.where(count_B[:, None] > 0, self._table, 0)
         last_B1 = self._last[:, None]
@@ -437,7 +458,7 @@ class Engine:
         request, n = row.request, row.request.top_logprobs
         for at in range(drawn.count[index]):
             token = int(drawn.tokens[index, at])
-            self._history[slot, len(request.prompt) + row.written] = token
+            self._history[slot, len(self._own(request)) + row.written] = token
             row.written += 1
             self._last[slot] = token
             reason = "length" if row.written == request.max_tokens else None
@@ -456,6 +477,15 @@ class Engine:
         self.rows[slot] = None
 
 
+def check_rows(slots: int, readers: int) -> None:
+    """Raises ValueError for programs of one row."""
+    for name, value in (("slots", slots), ("readers", readers)):
+        if value < 2:
+            raise ValueError(
+                f"`{name}` is {value}: a row alone is computed in another order; give 2 or more"
+            )
+
+
 def row_length(model: DecoderConfig, longest: int | None, *, least: int) -> int:
     """Returns how many tokens a row may have: ``longest``, or what the model was trained with.
     Raises ValueError for fewer than ``least``, and beyond learned positions."""
@@ -467,10 +497,9 @@ def row_length(model: DecoderConfig, longest: int | None, *, least: int) -> int:
     return longest
 
 
-def _key_heads(model: DecoderConfig) -> int:
+def _key_heads(model: DecoderConfig, heads: int) -> int:
     """Key heads of a page, as :func:`jaxtrain.models.decoding.pin_cache` has them on a mesh."""
     parts = split_over("heads")[1]
-    heads = model.block.kv_heads
     return int(np.lcm(heads, parts)) if model.heads % parts == 0 else heads
 
 
@@ -497,16 +526,21 @@ def unasked(model: DecoderConfig, rows: int) -> RowSampling:
 def cache_shapes(
     model: DecoderConfig, dtype: Any, pages: int, page: int, mesh: Mesh | None, kind: str | None
 ) -> Any:
-    """Shapes of the keys, or of the values, of so many pages, and where they lie."""
-    shape, place = (model.layers, pages, _key_heads(model), page, model.block.head_dim), None
+    """Shapes of the keys and of the values of so many pages, and where they lie."""
+    place = None
     if mesh is not None:
         parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)
         place = NamedSharding(mesh, parts)
-    if kind is None:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    codes = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=place)
-    scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=place)
-    return Rounded(codes, scale, jnp.dtype(dtype))
+
+    def one(heads: int, features: int) -> Any:
+        shape = model.layers, pages, _key_heads(model, heads), page, features
+        if kind is None:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+        codes = jax.ShapeDtypeStruct(shape, jnp.int8, sharding=place)
+        scale = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=place)
+        return Rounded(codes, scale, jnp.dtype(dtype))
+
+    return tuple(one(*each) for each in model.block.cached)
 
 
 def _empty(
@@ -514,8 +548,22 @@ def _empty(
 ) -> tuple[Any, Any]:
     """Keys and values of pages that nothing has been read into."""
     dtype = params["embed"]["tokens"].dtype
-    shapes = (cache_shapes(model, dtype, pages, page, mesh, kind),) * 2
+    shapes = cache_shapes(model, dtype, pages, page, mesh, kind)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
+
+
+def _check_exact(page: int, mesh: Mesh | None, adapters: Mapping, cache: str | None) -> None:
+    """Raises ValueError for what changes the order of sums, or what a trainer does not have."""
+    if page != TILE:
+        raise ValueError(f"`page` is {page} and `exact` is set: sums are of {TILE} positions there")
+    if adapters:
+        raise ValueError(
+            "`adapters` are given and `exact` is set: a trainer adds one adapter in another order; "
+            "merge it into the model"
+        )
+    if cache is not None:
+        raise ValueError(f"`cache` is {cache!r} and `exact` is set: a trainer rounds no keys")
+    check_mesh({} if mesh is None else dict(mesh.shape))
 
 
 def _check_draft(draft: DecoderConfig, model: DecoderConfig, longest: int, drafts: int) -> None:

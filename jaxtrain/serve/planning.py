@@ -153,9 +153,9 @@ def plan_serving(experiment: Experiment, target: Target, shape: str) -> ServingP
     with jax.set_mesh(mesh):
         weights = {kind or dtype.name: local_bytes(params) for kind, params in kept.items()}
         one = {kind: cache_shapes(model, dtype, 1, PAGE, mesh, kind) for kind in kept}
-        position = {kind or dtype.name: 2 * local_bytes(x) // PAGE for kind, x in one.items()}
+        position = {kind or dtype.name: local_bytes(x) // PAGE for kind, x in one.items()}
         pages = 1 + slots * -(-longest // PAGE)
-        cache = (cache_shapes(model, dtype, pages, PAGE, mesh, None),) * 2
+        cache = cache_shapes(model, dtype, pages, PAGE, mesh, None)
         program = functools.partial(advance, [CausalDecoder(model)])
         given = [
             ([kept[None]], [cache], _rows(model, B, C, longest))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder, Pages
+from jaxtrain.models.decoding import CausalDecoder, Decoder, Pages
 from jaxtrain.models.sampling import History, RowSampling, draw_rows
 from jaxtrain.ops.row_adapters import choose
 
@@ -71,8 +71,8 @@ def advance(
         for model, own, cache in zip(models, params, caches, strict=True)
     ]
     logits_BCV, at_BC = read[0][0][:, None], (rows.start + rows.count)[:, None]
-    count_B = jnp.ones_like(rows.count)
-    return [(pages.k, pages.v) for _, pages in read], _drawn(rows, logits_BCV, at_BC, count_B)
+    drawn = drawn_of(models[0], rows, logits_BCV, at_BC, jnp.ones_like(rows.count))
+    return [(pages.k, pages.v) for _, pages in read], drawn
 
 
 def speculate(
@@ -103,7 +103,7 @@ def speculate(
         given = tokens_B[:, None], rows.start + i, reads_B
         logits_BV, pages = draft.extend(other, pages, *given)
         at_B, history = rows.start + i + 1, rows.history._replace(tokens=history_BT)
-        tokens_B, _ = draw_rows(rows.sampling, history, logits_BV, at_B)
+        tokens_B = draw_rows(rows.sampling, history, logits_BV, at_B)
         history_BT = history_BT.at[jnp.arange(len(at_B)), at_B].set(tokens_B, mode="drop")
         return (pages, tokens_B, history_BT), tokens_B
 
@@ -117,20 +117,23 @@ def speculate(
     given = tokens_BC, rows.start, rows.count
     logits_BCV, pages = model.extend_every(choose(own, rows.adapter), pages, *given)
     at_BC = rows.start[:, None] + 1 + jnp.arange(drafts + 1)
-    drawn = _drawn(rows, logits_BCV, at_BC, rows.count)
+    drawn = drawn_of(model, rows, logits_BCV, at_BC, rows.count)
     agreed_BC = jnp.cumprod(drawn.tokens[:, :-1] == tokens_BC[:, 1:], axis=1)
     count_B = jnp.minimum(1 + agreed_BC.sum(1), rows.count)
     caches = [(pages.k, pages.v), (draft_pages.k, draft_pages.v)]
     return caches, drawn._replace(count=count_B)
 
 
-def _drawn(rows: Rows, logits_BCV: jax.Array, at_BC: jax.Array, count_B: jax.Array) -> Drawn:
-    """Draws a token for each position ``at_BC`` by its logits."""
+def drawn_of(
+    model: Decoder, rows: Rows, logits_BCV: jax.Array, at_BC: jax.Array, count_B: jax.Array
+) -> Drawn:
+    """Draws a token for each position ``at_BC`` by its logits; log-probabilities are the model's,
+    before penalties, temperature and truncation."""
     B, C, V = logits_BCV.shape
     sampling = RowSampling(*(jnp.repeat(x, C, axis=0) for x in rows.sampling))
-    tokens_N, logprobs_NV = draw_rows(
-        sampling, rows.history, logits_BCV.reshape(-1, V), at_BC.reshape(-1)
-    )
+    logits_NV = logits_BCV.reshape(-1, V)
+    tokens_N = draw_rows(sampling, rows.history, logits_NV, at_BC.reshape(-1))
+    logprobs_NV = model.log_softmax(logits_NV)
     top = min(TOP, V)
     nothing = jnp.zeros((B * C, top), logprobs_NV.dtype), jnp.zeros((B * C, top), jnp.int32)
     values, ids = jax.lax.cond(
@@ -141,11 +144,11 @@ def _drawn(rows: Rows, logits_BCV: jax.Array, at_BC: jax.Array, count_B: jax.Arr
 
 
 def scored(
-    model: DecoderConfig, params: Mapping[str, Any], tokens_BT: jax.Array, adapter_B: jax.Array
+    model: CausalDecoder, params: Mapping[str, Any], tokens_BT: jax.Array, adapter_B: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Log-probabilities [T - 1] of the first row's tokens, and the most probable ones."""
-    logits_TV = decoders.logits(model, choose(params, adapter_B), tokens_BT)[0, :-1]
-    logprobs_TV = jax.nn.log_softmax(logits_TV.astype(jnp.float32))
+    logits_TV = model.logits(choose(params, adapter_B), tokens_BT)[0, :-1]
+    logprobs_TV = model.log_softmax(logits_TV)
     own_T = jnp.take_along_axis(logprobs_TV, tokens_BT[0, 1:, None], axis=1)[:, 0]
     values, ids = jax.lax.top_k(logprobs_TV, min(TOP, logprobs_TV.shape[1]))
     return own_T, ids, values

@@ -21,6 +21,7 @@ from jaxtrain.serve.api import Reader
 from jaxtrain.serve.classify import Classification, Classifier
 from jaxtrain.serve.embeddings import Embeddings
 from jaxtrain.serve.engine import Engine
+from jaxtrain.serve.sources import SourceEngine
 from jaxtrain.serve.worker import FAILED, Worker
 
 
@@ -28,10 +29,11 @@ def make_app(
     engine: Engine | Classifier, reader: Reader | str, *, limits: Limits = DEFAULT_LIMITS, **given
 ) -> Any:
     """Makes the application of a decoder, /v1/completions, /v1/chat/completions and /v1/embeddings,
-    or that of a classifier, /v1/classify; with /v1/models, /health and /metrics.
+    of an encoder-decoder, /v1/completions, or of a classifier, /v1/classify; with /v1/models,
+    /health and /metrics.
 
     Args:
-      reader: what reads the requests for a decoder; of a classifier, its name.
+      reader: what reads the requests; of a classifier, its name.
       **given: ``key``, as for :func:`application`.
 
     Raises:
@@ -48,14 +50,11 @@ def make_app(
             asked = reader.read(body, chat=chat, seed=seed)
             return Answer(worker, reader, asked, numbers, limits)
 
-        paths, models = (
-            {
-                "completions": functools.partial(completion, chat=False),
-                "chat/completions": functools.partial(completion, chat=True),
-                "embeddings": lambda body: Embeddings(worker, reader, body, numbers, limits),
-            },
-            reader.models,
-        )
+        paths = {"completions": functools.partial(completion, chat=False)}
+        if not isinstance(engine, SourceEngine):
+            paths["chat/completions"] = functools.partial(completion, chat=True)
+            paths["embeddings"] = lambda body: Embeddings(worker, reader, body, numbers, limits)
+        models = reader.models
     return application(worker, numbers, paths, models, limits=limits, **given)
 
 

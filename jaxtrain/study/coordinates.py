@@ -23,7 +23,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host import quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
-from jaxtrain.models import decoder, layers
+from jaxtrain.models import attending, decoder, layers, parts
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.run.main import build_experiment, load_config
 from jaxtrain.run.trained import FORMS
@@ -117,9 +117,9 @@ def coordinates(
 
     x_BTD = decoder.embed(model, params, batch)
     first = jax.tree.map(lambda p: p[0], params["blocks"])
-    normed_BTD = layers.apply(layers.Norm, model.block, first["norm_attn"])(x_BTD)
-    angles = layers.row_angles(model.block, 0, batch.get("positions"), x_BTD.shape[1])
-    layers.apply(layers.Attention, model.block, first["attn"])(normed_BTD, angles, attend)
+    normed_BTD = layers.apply(parts.Norm, model.block, first["norm_attn"])(x_BTD)
+    angles = attending.row_angles(model.block, 0, batch.get("positions"), x_BTD.shape[1])
+    layers.apply(attending.Attention, model.block, first["attn"])(normed_BTD, angles, attend)
     out_BTD = run_layers(decoder.stages(model), params, x_BTD, batch, None)
     return {
         "embeddings": x_BTD,

@@ -35,6 +35,19 @@ EXPERTS = dataclasses.replace(LLAMA, experts=4, mlp_width=32, balance=0.1, route
 FORMS["experts"] = EXPERTS
 FORMS["experts, 8"] = dataclasses.replace(EXPERTS, experts=8, shared_experts=2, remat="full")
 FORMS["one expert takes all"] = dataclasses.replace(EXPERTS, experts_per_token=1, dropout=0.1)
+LATENT = {"kv_rank": 16, "q_rank": 16, "head_dim": 12, "rope_dim": 4, "v_dim": 8, "kv_heads": None}
+FORMS["deepseek"] = dataclasses.replace(
+    EXPERTS,
+    **LATENT,
+    experts=8,
+    routing="sigmoid",
+    routed_scale=1.5,
+    groups=4,
+    groups_per_token=2,
+    dense_layers=1,
+    shared_experts=1,
+)
+FORMS["dense first"] = dataclasses.replace(EXPERTS, dense_layers=1, dense_width=48, dropout=0.1)
 FORMS["experts, biased"] = dataclasses.replace(EXPERTS, routing="sigmoid")
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
@@ -46,8 +59,14 @@ def slow(*cases):
 # The form, queries per tile of attention, the layout and the pipeline's options.
 CASES = [
     ("shared key heads", 16, "data=2,tensor=4", {}),
-    ("experts", 16, "fsdp=2,expert=2,tensor=2", {}),
+    ("deepseek", 16, "fsdp=2,expert=2,tensor=2", {}),
     *slow(
+        ("experts", 16, "fsdp=2,expert=2,tensor=2", {}),
+        ("deepseek", 16, "data=2,tensor=4", {}),
+        ("deepseek", 16, "fsdp=8,zero=3", {}),
+        ("deepseek", 16, "expert=4,context=2", {}),
+        ("deepseek", 16, "pipe=2,fsdp=2,tensor=2", {}),
+        ("deepseek", 16, "pipe=2,expert=2,data=2", INTERLEAVED | {"remat": "none"}),
         ("experts, 8", 16, "expert=8", {}),
         ("experts, 8", 16, "expert=4,tensor=2", {}),
         ("experts, 8", 16, "fsdp=2,expert=4,zero=1", {}),
@@ -58,6 +77,9 @@ CASES = [
         ("experts", 16, "pipe=2,expert=2,data=2", {}),
         ("experts", 16, "pipe=2,expert=2,tensor=2", INTERLEAVED),
         ("experts", 16, "pipe=2,expert=4", {"remat": "none"}),
+        ("dense first", 16, "pipe=2,fsdp=2,tensor=2", {}),
+        ("dense first", 16, "pipe=2,expert=2,data=2", INTERLEAVED),
+        ("dense first", 16, "data=2,fsdp=2,expert=2,zero=3,accumulate=2", {}),
         ("experts, biased", 16, "pipe=2,expert=2,data=2", {}),
         ("experts, biased", 16, "data=2,fsdp=2,expert=2,accumulate=2", {}),
         ("dropout in tiles", 8, "pipe=2,fsdp=2,tensor=2", {}),
@@ -89,7 +111,8 @@ AT_SCALE = {
 
 
 def errors_on(layout, model, options, policy="f32"):
-    model = dataclasses.replace(model, layers=noisy.chunks_on(layout, options))
+    layers = noisy.chunks_on(layout, options) + (model.dense_layers or 0)
+    model = dataclasses.replace(model, layers=layers)
     return noisy.errors_of(experiment(model, **options), layout, policy)
 
 

@@ -43,6 +43,12 @@ ROPES = {
 }
 GEMMA3 = GEMMA | dict(sliding_window=5, rope_parameters=ROPES, num_hidden_layers=7)
 
+DEEPSEEK = SIZES | dict(num_hidden_layers=3, num_key_value_heads=4, first_k_dense_replace=1)
+DEEPSEEK |= dict(q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4)
+DEEPSEEK |= dict(v_head_dim=6, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3)
+DEEPSEEK |= dict(moe_intermediate_size=20, n_group=4, topk_group=2, routed_scaling_factor=1.5)
+DEEPSEEK |= dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0))
+
 # By name: the model type and its fields. The first six are in the everyday tests.
 MODELS = {
     "gpt2": ("gpt2", GPT2),
@@ -103,6 +109,13 @@ MODELS = {
         "qwen3_moe",
         SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, head_dim=8),
     ),
+    "deepseek v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek v3, halves": (
+        "deepseek_v3",
+        DEEPSEEK
+        | dict(rope_parameters=None, rope_interleave=False, first_k_dense_replace=0)
+        | dict(n_group=1, topk_group=1, num_hidden_layers=2, v_head_dim=12),
+    ),
     "qwen3, yarn": ("qwen3", SIZES | dict(head_dim=16, rope_parameters=YARN)),
     "llama, yarn, no whole pairs": (
         "llama",
@@ -145,6 +158,9 @@ def random_model(head, kind, fields, one):
     with torch.no_grad():
         for path, x in model.named_parameters():
             x.copy_(0.3 * torch.randn(x.shape) + (1.0 if one(path, x) else 0))
+        for path, x in model.named_buffers():
+            if path.endswith("correction_bias"):
+                x.copy_(0.1 * torch.randn(x.shape))
     return model
 
 
@@ -165,7 +181,14 @@ def gradients(folder, tokens, targets):
     logits = model(torch.tensor(tokens)).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets).flatten())
     loss.backward()
-    return float(loss.detach()), {name: x.grad.numpy() for name, x in model.named_parameters()}
+    found = {name: x.grad.numpy() for name, x in model.named_parameters()}
+    # Who keeps a layer's experts in one tensor, gates and ups side by side.
+    for name in [name for name in found if name.endswith("experts.gate_up_proj")]:
+        block, down = name.removesuffix(".gate_up_proj"), found[name.replace("gate_up", "down")]
+        gates, ups = np.split(found[name], 2, axis=1)
+        for kind, experts in {"gate": gates, "up": ups, "down": down}.items():
+            found |= {f"{block}.{e}.{kind}_proj.weight": x for e, x in enumerate(experts)}
+    return float(loss.detach()), found
 
 
 def opened(folder):

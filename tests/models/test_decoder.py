@@ -401,6 +401,7 @@ def test_presets_have_the_published_sizes():
         "mixtral-8x7b": 46_702_792_704,
         "olmoe-1b-7b": 6_919_161_856,
         "qwen3-30b-a3b": 30_532_122_624,
+        "deepseek-v3": 671_026_419_200,
         "gemma2-2b": 2_614_341_888,
         "gemma2-9b": 9_241_705_984,
         "gemma2-27b": 27_227_128_320,

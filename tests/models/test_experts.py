@@ -58,18 +58,23 @@ def loss_of(config):
 
 def test_equal_experts_are_one_mlp():
     """Weights that sum to 1, of experts that are all alike, as in a model that was made of a dense
-    one; a shared expert is added to them."""
-    shared = dataclasses.replace(MOE, experts_per_token=3, shared_experts=1, balance=0, router_z=0)
+    one; a shared expert is added to them, and a layer without experts stands before them."""
+    shared = dict(experts_per_token=3, shared_experts=1, balance=0, router_z=0)
+    shared |= dict(layers=3, dense_layers=1, positions="rope", window=4)
+    shared = dataclasses.replace(MOE, **shared, window_pattern=(True, False))
     params, batch = params_of(shared), batch_of()
     blocks = params["blocks"]
     mlp = {name: {"kernel": blocks["mlp"][name]["kernel"]} for name in ("gate", "up", "down")}
     for name, kernel in mlp.items():
         alike = jnp.repeat(kernel["kernel"][:, None], 4, 1)
         blocks["experts"][name]["kernel"] = alike / 2 if name == "down" else alike
-    dense = dataclasses.replace(MOE, experts=None)
+    none = dict.fromkeys(("experts", "shared_experts", "dense_layers", "dense_width"))
+    dense = dataclasses.replace(shared, **none)
     rest = {name: x for name, x in blocks.items() if name != "experts"}
     mlp["down"] = {"kernel": 1.5 * mlp["down"]["kernel"]}
-    one = loss_of(dense)(params | {"blocks": rest | {"mlp": mlp}}, batch)
+    first, rest = params["dense"]["0"], rest | {"mlp": mlp}
+    whole = jax.tree.map(lambda x, stack: jnp.concatenate([x[None], stack]), first, rest)
+    one = loss_of(dense)(params | {"blocks": whole}, batch)
     np.testing.assert_allclose(loss_of(shared)(params, batch).total, one.total, rtol=1e-5)
 
 
@@ -166,8 +171,23 @@ def test_routes_that_are_replayed_are_those_of_other_weights():
         ({"shared_experts": 1}, "shared_experts=1 stand beside experts that are chosen"),
         ({"experts": 4, "bias": True}, "bias=True gives dense layers biases"),
         ({"experts": 4, "balance": -1.0}, "balance=-1.0 must be at least 0"),
+        (
+            {"experts": 4, "groups": 3},
+            "groups=3 of experts=4, and groups_per_token=1",
+        ),
+        ({"experts": 8, "groups": 4, "experts_per_token": 3}, "more than the 2 experts of"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         BlockConfig(**{"width": 8, "heads": 2, "bias": False} | fields)
+    for own, message in (({"dense_layers": 2}, "use fewer"), ({"dense_width": 8}, "set both")):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(MOE, **own)
+
+
+def test_a_recipe_for_experts_is_refused():
+    policy = dataclasses.replace(jt.Policy.named("fp8"), recipe_in="experts/(up|down)")
+    loss_fn, params = decoder.loss_fn(MOE), policy.cast_to_compute(params_of(MOE))
+    with pytest.raises(ValueError, match="'experts/up/kernel' is a Scaled kernel, and experts"):
+        jax.eval_shape(lambda params: loss_fn(params, batch_of(), None), params)

@@ -16,6 +16,7 @@ from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import decoder_of
 from jaxtrain.models.generate import Weights, beam_search, generate, generate_step, prompts
 from jaxtrain.models.sampling import penalise, truncate
+from jaxtrain.ops.rotary import YarnScaling
 from jaxtrain.tree import map_named
 
 SIZES = dict(vocab_size=13, seq_len=12, layers=2, width=16, heads=4)
@@ -34,6 +35,25 @@ FORMS = {
         tied=False,
     ),
 }
+LATENT = dict(kv_rank=6, q_rank=10, head_dim=8, rope_dim=4, v_dim=5, rope_pairs="adjacent")
+# Latent vectors in the cache, a layer before the stack, and groups of experts.
+FORMS["deepseek"] = DecoderConfig(
+    **SIZES | LATENT,
+    positions="rope",
+    norm="rmsnorm",
+    mlp="swiglu",
+    bias=False,
+    experts=8,
+    mlp_width=6,
+    shared_experts=1,
+    routing="sigmoid",
+    routed_scale=1.5,
+    groups=4,
+    groups_per_token=2,
+    dense_layers=1,
+    dense_width=20,
+    rope_scaling=YarnScaling(4.0, 8, 1.0, all_dim=1.0),
+)
 PROMPTS = np.array([[3, 1, 4, 1], [5, 9, 0, 0]], np.int32)
 LENGTHS = np.array([4, 2], np.int32)
 
@@ -86,7 +106,8 @@ def test_cached_logits_are_the_uncached_ones(form):
     rows = [list(row[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
     z, cache = jax.jit(functools.partial(model.prefill, room=5))(params, PROMPTS, LENGTHS)
     extend = jax.jit(model.extend)
-    assert cache.k.shape == (2, 2, config.kv_heads, 9, config.block.head_dim)
+    for array, (heads, features) in zip((cache.k, cache.v), config.block.cached, strict=True):
+        assert array.shape == (2, 2, heads, 9, features)
     np.testing.assert_allclose(z, last_logits(form, rows), atol=1e-5)
     chunks = np.array([[[7, 2], [3, 0]], [[0, 12], [6, 6]], [[6, 6], [1, 4]]], np.int32)
     for chunk, count in zip(chunks, np.array([[2, 1], [1, 2], [2, 2]], np.int32), strict=True):

@@ -28,6 +28,7 @@ TWO_KINDS = dataclasses.replace(
 EXPERTS = dataclasses.replace(GPT, experts=4, mlp_width=32)
 GPTS = {
     "gpt": GPT,
+    "deepseek": dataclasses.replace(FORMS["deepseek"], layers=5),
     "experts": EXPERTS,
     "gpt, one key head": ONE_KV_HEAD,
     "gpt, layers of two kinds": TWO_KINDS,
@@ -46,6 +47,8 @@ COMBINATIONS = [
     ("gpt", "data2-fsdp2-tensor2"),
     pytest.param("experts", "expert4-tensor2", marks=slow),
     pytest.param("experts", "data2-fsdp2-tensor2", marks=slow),
+    pytest.param("deepseek", "data2-fsdp2-tensor2", marks=slow),
+    pytest.param("deepseek", "expert4-tensor2", marks=slow),
     pytest.param("gpt, one key head", "data2-tensor4", marks=slow),
     pytest.param("gpt", "fsdp4-tensor2", marks=slow),
     pytest.param("gpt", "data2-tensor4", marks=slow),
@@ -103,9 +106,11 @@ def test_tokens_are_those_of_one_device_and_nothing_is_whole(name, sizes):
     beams = 3 if name.endswith("beams") else 1
     rows = len(batch.tokens) // batch_parts(mesh)
     length = NEW if module is t5 else batch.tokens.shape[1] + NEW
-    found = set(re.findall(rf"f32\[5,(\d+),(\d+),{length},{config.block.head_dim}\]", text))
+    kept = config.kv_heads, config.block.head_dim
+    kept, _ = (kept, kept) if module is t5 else config.block.cached
+    found = set(re.findall(rf"f32\[5,(\d+),(\d+),{length},{kept[1]}\]", text))
     # A device has its rows and its heads; a lone key head is every device's.
-    part = str(max(config.kv_heads, heads) // heads)
+    part = str(max(kept[0], heads) // heads)
     assert (str(beams * rows), part) in found
     assert found <= {(str(rows), part), (str(beams * rows), part)}
     moved = [s for each in read_program(text, mesh).collectives for s in each.shapes]

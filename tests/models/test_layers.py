@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxtrain as jt
-from jaxtrain.models import layers
+from jaxtrain.models import attending, layers, parts
 from jaxtrain.models.config import BlockConfig
 from jaxtrain.ops.cached import Tiles
 from jaxtrain.tree import map_named, named_leaves
@@ -87,7 +87,7 @@ def test_a_cache_is_seen_whole_but_in_layers_with_a_window():
     k, v = jnp.zeros((1, 1, 4, 4)), jnp.eye(4)[None, None]
     new = jnp.ones((1, 1, 1, 4)), k[:, :, 3:], v[:, :, 3:], jnp.array([3])
     tiles = Tiles(4, lambda t: (k, v))
-    of_layer = jax.jit(jax.vmap(lambda index: layers.step_attention(config, index, *new, tiles)))
+    of_layer = jax.jit(jax.vmap(lambda index: attending.step_attention(config, index, *new, tiles)))
     np.testing.assert_allclose(of_layer(jnp.arange(2))[:, 0, 0, 0], [[0, 0, 0.5, 0.5], [0.25] * 4])
 
 
@@ -101,7 +101,7 @@ def test_shapes_follow_the_sizes_of_a_block():
 
 def test_a_bfloat16_bias_s_gradient_is_rounded_once():
     narrow = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
-    graph, params = nnx.split(layers.Dense(2, 32, **narrow))
+    graph, params = nnx.split(parts.Dense(2, 32, **narrow))
     d_y = jnp.asarray(np.random.default_rng(0).standard_normal((4096, 32)) + 0.1, jnp.bfloat16)
 
     @jax.jit
@@ -118,7 +118,7 @@ def test_a_bfloat16_bias_s_gradient_is_rounded_once():
     ("changes", "message"),
     [
         ({"width": 18}, "width=18 is not divisible by heads=4"),
-        ({"head_dim": 5, "rope_theta": 1e4}, "head_dim=5 is odd; use an even head width"),
+        ({"head_dim": 5, "rope_theta": 1e4}, "head_dim=5 is odd; use an even one"),
         ({"head_dim": 0}, "head_dim=0 must be a whole number"),
         ({"norm_position": "behind"}, "norm_position='behind' is not one of pre, post, sandwich"),
         ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be a number above 0, or None"),
@@ -128,6 +128,8 @@ def test_a_bfloat16_bias_s_gradient_is_rounded_once():
         ({"local_rope_theta": 1e4}, "needs a window and rotary positions: set both"),
         ({"mlp": "tanh"}, "mlp='tanh' is not one of gelu, gelu_exact, relu, swiglu"),
         ({"causal": 1}, "causal=1 must be true or false"),
+        ({"rope_dim": 4}, "rope_dim=4 is of latent attention, and kv_rank=None"),
+        ({"kv_rank": 8, "rope_dim": 4}, "kv_rank=8 is latent attention: it needs rotary"),
     ],
 )
 def test_a_block_that_does_not_fit_is_refused(changes, message):

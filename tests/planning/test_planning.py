@@ -405,16 +405,17 @@ def test_after_a_run(monkeypatch):
     experiment = small()
     state = jt.build.make_abstract_state(experiment, mesh)
     train = jt.build.compile_train(experiment, state, mesh)
-    estimated = comparison.estimate_compiled({1: train}, experiment, state, mesh)
-    assert comparison.compare_with_run({1: train}, mesh, estimated, 0.5) == []
+    predicted = comparison.predict_run({1: train}, experiment)
+    assert comparison.compare_with_run(predicted, mesh, 0.5) == []
+    estimated = predicted.estimated
     lines = comparison.compare({1: train}, mesh, estimated, 0.5)
     assert lines[0].endswith("measured: the cpu backend keeps no count")
     assert lines[1] == "predicted step time: none, the peaks of 'cpu' are not known"
     # As on a chip that is in the table, with a count of its memory.
     monkeypatch.setattr(comparison, "chip_of", lambda kind: chips.CHIPS["v5e"])
-    predicted = train.memory_bytes
+    memory = train.memory_bytes
     monkeypatch.setattr(
-        comparison, "memory", types.SimpleNamespace(device_memory=lambda: {"peak": 2 * predicted})
+        comparison, "memory", types.SimpleNamespace(device_memory=lambda: {"peak": 2 * memory})
     )
     lines = comparison.compare({1: train}, mesh, estimated, 0.5)
     assert lines[0].endswith("(+100.0%)")
@@ -427,7 +428,7 @@ def test_after_a_run(monkeypatch):
     traced = comparison.predict(train, mesh, estimated, chips.CHIPS["v5e"])
     assert traced.interconnect["data"] == pytest.approx(roofline.interconnect["data"], rel=0.3)
     monkeypatch.setattr(estimate, "walk_step", lambda *given, **options: 1 / 0)
-    assert comparison.estimate_compiled({1: train}, experiment, state, mesh) is None
+    assert comparison.predict_run({1: train}, experiment).estimated is None
 
 
 @pytest.mark.slow

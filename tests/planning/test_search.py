@@ -101,6 +101,29 @@ def test_a_model_without_stages_has_no_pipeline_and_no_blocks_that_keep_less():
     assert {(x.remat, x.sequence_parallel) for x in found} == {("offload", False)}
 
 
+def test_experts_are_split_where_there_are_some():
+    assert {mesh.expert for mesh in make_meshes(8, stages=True)} == {1}
+    split = list(make_meshes(8, stages=True, experts=True))
+    assert len(split) == len({*split}) == math.comb(8, 5)
+    # Expert splits the batch too.
+    config = dataclasses.replace(CONFIG, global_batch=8)
+    counts = {x.accumulate for x in make_candidates(config, MeshShape(data=2, expert=4))}
+    assert counts == {1}
+    for model, has in (("tiny", False), ("tiny-moe", True)):
+        config = dataclasses.replace(CONFIG, model=model)
+        assert Estimator(gpt.outline, config, parse_target("h100:1x8")).has_experts == has
+
+
+@pytest.mark.slow
+def test_a_search_finds_that_experts_may_be_split():
+    config = dataclasses.replace(CONFIG, model="tiny-moe")
+    result = search(gpt.outline, config, parse_target("h100:1x2"), compile_best=0)
+    rows = {name_of(row.layout.mesh) for row in result.rows}
+    rejected = {family.example for family in result.families}
+    assert "expert=2" in rows | rejected
+    assert all(row.prediction.step_seconds > 0 for row in result.rows)
+
+
 def test_a_stage_that_runs_again_has_no_blocks_that_do():
     found = make_candidates(CONFIG, MeshShape(data=1, pipe=2))
     kinds = {(x.remat, x.pipeline.remat) for x in found}

@@ -178,6 +178,6 @@ def test_the_answers_are_openai_s():
         "top_logprobs": [{"b": -0.5}, {"b": -0.2}],
         "text_offset": [0, 1],
     }
-    assert writer.piece(Event(0, TOKENIZER.eod, 0.0, (), "stop")) == b""
-    assert writer.piece(Event(0, 195, 0.0, (), None)) == b"\xc3"
+    assert writer.piece(Event(0, TOKENIZER.eod, 0.0, (), "stop"), is_first=True) == b""
+    assert writer.piece(Event(0, 195, 0.0, (), None), is_first=False) == b"\xc3"
     assert np.isfinite(answer["created"])

@@ -76,7 +76,7 @@ def test_what_cannot_be_classified_is_refused_in_a_sentence(classifier):
     ("name", "flags", "sentence"),
     [
         ("tags", [], "has the head 'tags', which is not served: use `jaxtrain predict`"),
-        ("t5", [], "has the form encoder-decoder, which is not served: use `jaxtrain generate`"),
+        ("t5", ["--page", "8"], "--page is 8, and the model in"),
         ("vit", [], "has the form vit, which is not served: use `jaxtrain predict`"),
         ("classes", ["--page", "8"], "--page is 8, and the model in"),
     ],

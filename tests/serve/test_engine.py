@@ -144,7 +144,7 @@ def test_no_company_of_hundreds_changes_a_bit(form, dtype, sizes):
 
 @pytest.mark.slow
 def test_the_readme_s_loop_runs(capsys):
-    _, loop = blocks("jaxtrain/serve/README.md")
+    *_, loop = blocks("jaxtrain/serve/README.md")
     model, params = model_of()
     exec(loop, {"model": model, "params": params})
     lines = capsys.readouterr().out.splitlines()

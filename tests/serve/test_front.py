@@ -204,10 +204,15 @@ def test_a_request_goes_to_who_has_read_its_beginning_or_has_the_least_to_do():
 
 def test_replicas_have_the_flags_of_the_server_and_gpus_of_their_own():
     options = ServeOptions(
-        model="m", adapter=("a=b",), replicas=2, mesh=MeshShape(tensor=2), host="0.0.0.0"
+        model="m",
+        adapter=("a=b",),
+        replicas=2,
+        mesh=MeshShape(tensor=2),
+        host="0.0.0.0",
+        exact=True,
     )
     command = replica_command(options)
-    assert command[4:] == ["--mesh.tensor=2", "--model=m", "--adapter=a=b", "--port=0"]
+    assert command[4:] == ["--mesh.tensor=2", "--model=m", "--adapter=a=b", "--port=0", "--exact"]
     environ = {"CUDA_VISIBLE_DEVICES": "3,4,5,6", "X": "y"}
     found = replica_environments(options, environ)
     assert found == [environ | {"CUDA_VISIBLE_DEVICES": each} for each in ("3,4", "5,6")]

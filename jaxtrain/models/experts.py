@@ -1,0 +1,131 @@
+"""A layer's mixture of experts, and what its router adds to a residual stream and to the loss.
+
+Shapes: B batch, T positions, D width, F hidden width, L layers, E experts, J experts of a token.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.loss import Hottest, WeightedLoss
+from jaxtrain.models.config import INIT_STD, BlockConfig, before_stack
+from jaxtrain.models.parts import dense, normal
+from jaxtrain.ops.activations import GATED
+from jaxtrain.ops.grouped import expert_mlp
+from jaxtrain.ops.numerics import wide
+from jaxtrain.ops.remat import PRODUCT
+from jaxtrain.ops.routing import Routes, route
+from jaxtrain.sharding.placement import gather_sequence, scatter_sequence
+
+
+class Experts(nnx.Module):
+    """A router and the MLPs that it chooses of, whose kernels are stacked: ``up`` and ``gate``
+    [E, D, F], ``down`` [E, F, D]."""
+
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
+        self.form = config.mlp
+        self.how = {"per_token": config.experts_per_token, "routing": config.routing}
+        self.how |= {"groups": config.groups, "groups_per_token": config.groups_per_token}
+        self.how["scale"] = config.routed_scale
+        width, hidden, E = config.width, config.mlp_width, config.experts
+        # The bias is no part of the logits: it takes part in the choice alone.
+        self.router = dense(width, E, rngs, bias=config.routing == "sigmoid")
+        if config.mlp in GATED:
+            self.gate = Kernels(normal(rngs, E, width, hidden))
+        self.up = Kernels(normal(rngs, E, width, hidden))
+        scale = config.residual_std / INIT_STD
+        self.down = Kernels(scale * normal(rngs, E, hidden, width))
+
+    @jax.named_scope("experts")
+    def __call__(
+        self, x_BTD: jax.Array, choose: Callable[..., Routes] = route
+    ) -> tuple[jax.Array, Routes]:
+        x_BTD = gather_sequence(x_BTD)
+        bias_E = None if self.router.bias is None else self.router.bias.get_value()
+        routes = choose(x_BTD, self.router.kernel.get_value(), bias_E=bias_E, **self.how)
+        names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
+        weights = {name: getattr(self, name).kernel.get_value() for name in names}
+        for name, kernel in weights.items():
+            if not hasattr(kernel, "dtype"):
+                raise ValueError(
+                    f"parameter 'experts/{name}/kernel' is a {type(kernel).__name__} kernel, and "
+                    "experts multiply arrays alone: narrow the pattern that chose it"
+                )
+        y_BTD = expert_mlp(self.form, x_BTD, weights, routes.weights_BTJ, routes.experts_BTJ)
+        return checkpoint_name(scatter_sequence(y_BTD), PRODUCT), routes
+
+
+class Kernels(nnx.Module):
+    """Kernels of several layers, stacked."""
+
+    def __init__(self, kernel: jax.Array) -> None:
+        self.kernel = nnx.Param(kernel)
+
+
+def opened(config: Any, x_BTD: jax.Array, *, record: bool = False) -> Any:
+    """The residual stream that the first layer reads: of a model with experts the hidden states,
+    and room for what its routers give each row; with ``record`` for their choices too."""
+    if (experts := config.block.experts) is None:
+        return x_BTD
+    B, T, _ = x_BTD.shape
+    row_B = jnp.zeros(B, wide(x_BTD.dtype))
+    layers = config.layers - before_stack(config)
+    load_BLE = jnp.zeros((B, layers, experts), row_B.dtype)
+    x = {"hidden": x_BTD, "balance": row_B, "router_z": row_B, "load": load_BLE}
+    x |= {"balancing": row_B} if config.block.routing == "sigmoid" else {}
+    shape = B, layers, T, config.block.experts_per_token
+    return x | ({"routes": jnp.zeros(shape, row_B.dtype)} if record else {})
+
+
+def hidden_states(x: Any) -> jax.Array:
+    """The hidden states [B, T, D] of a residual stream."""
+    return x["hidden"] if isinstance(x, Mapping) else x
+
+
+def with_routes(x: Any, x_BTD: jax.Array, routes: Routes, index: int | jax.Array) -> Any:
+    """The stream behind a layer: losses are summed over layers, loads and choices are by layer."""
+    x = x | {
+        "hidden": x_BTD,
+        "balance": x["balance"] + routes.balance_B,
+        "router_z": x["router_z"] + routes.router_z_B,
+        "load": x["load"].at[:, index].set(routes.load_BE),
+    }
+    if "balancing" in x:
+        x["balancing"] += routes.balancing_B
+    if "routes" in x:
+        x["routes"] = x["routes"].at[:, index].set(routes.experts_BTJ.astype(x["routes"].dtype))
+    return x
+
+
+def add_routers(config: Any, loss: WeightedLoss, x: Any, batch: Mapping[str, Any]) -> WeightedLoss:
+    """Adds what the routers' losses are to a loss of tokens; without experts it is as it was.
+
+    A row's count as often as its tokens. Their parts of the loss are metrics, as are the load of
+    each expert (1 where all are chosen equally often) and, of the layer in which it is largest, the
+    load of the hottest expert.
+    """
+    if not isinstance(x, Mapping):
+        return loss
+    tokens_B = batch["mask"].astype(x["balance"].dtype).sum(1)
+    parts = {
+        "balance_loss": config.balance * (x["balance"] * tokens_B).sum(),
+        "router_z_loss": config.router_z * (x["router_z"] * tokens_B).sum(),
+    }
+    load_LE = jax.lax.stop_gradient(x["load"].sum(0))
+    *_, T, _ = x["hidden"].shape
+    live = (batch["segments"] > 0).sum() if "segments" in batch else tokens_B.size * T
+    even = jnp.asarray(live, load_LE.dtype) * config.experts_per_token / config.experts
+    metrics = {
+        **jax.lax.stop_gradient(parts),
+        "expert_load": (load_LE.mean(0), even),
+        "hottest_expert": Hottest(load_LE),
+    }
+    total = loss.total + sum(parts.values())
+    if "balancing" in x:
+        total += x["balancing"].sum()
+    return dataclasses.replace(loss, total=total, metrics={**loss.metrics, **metrics})
