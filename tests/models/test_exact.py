@@ -116,9 +116,8 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize(("dtype", "sizes"), [("float32", SIZES[:1]), ("bfloat16", SIZES[1:2])])
-def test_a_trainer_has_the_bits_of_a_server(dtype, sizes):
-    assert check("llama", dtype, trials=1, sizes=sizes) > 80
+def test_a_trainer_has_the_bits_of_a_server():
+    assert check("llama", "bfloat16", trials=1, sizes=SIZES[1:2]) > 80
 
 
 @pytest.mark.slow
@@ -168,7 +167,9 @@ def test_a_step_has_these_bits_and_the_gradient_of_the_usual_pass(axes):
         return ratios
 
     given = batch | {"sampled": sampled_BT, "own": own}
-    expected = jax.grad(lambda p: loss(usual_log_probs)(p, given, None).total / 120)(params)
+    expected = jax.jit(jax.grad(lambda p: loss(usual_log_probs)(p, given, None).total / 120))(
+        params
+    )
     mesh = jt.make_mesh(**axes, devices=jax.devices()[: 2 ** len(axes)])
     optimizer = jt.make_optimizer("sgd", learning_rate=1.0)
     state = jt.init_state(lambda _: params, optimizer, jax.random.key(0), mesh=mesh, rules=rules)
@@ -181,6 +182,7 @@ def test_a_step_has_these_bits_and_the_gradient_of_the_usual_pass(axes):
         np.testing.assert_allclose(x - y, g, atol=2e-5 * max(1, np.abs(g).max()))
 
 
+@pytest.mark.slow
 def test_rows_end_where_nothing_counts_and_agree_with_the_usual_pass():
     config, params = model_of("llama")
     batch = batch_of(3)
