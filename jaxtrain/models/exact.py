@@ -165,6 +165,7 @@ def log_probs(config: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
     Raises:
       ValueError: for rows of several documents, and on meshes that split more than rows.
     """
+    check_form(config)
     if found := {"segments", "positions"} & batch.keys():
         raise ValueError(
             f"the batch has {' and '.join(sorted(found))}: exact log-probabilities are those of "
@@ -179,6 +180,16 @@ def log_probs(config: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
         )
     kept = {name: batch[name] for name in ("tokens", "targets", "mask")}
     return _log_probs(config, params, kept)
+
+
+def check_form(config: Any) -> None:
+    """Raises ValueError for a model that is no decoder."""
+    if not isinstance(config, DecoderConfig):
+        form = type(config).__name__.removesuffix("Config").lower()
+        raise ValueError(
+            f"a model of the form {form} has no exact log-probabilities: give a decoder, whose "
+            "tokens alone are read in one order of sums"
+        )
 
 
 def check_mesh(shape: Mapping[str, int]) -> None:
