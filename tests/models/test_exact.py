@@ -14,7 +14,7 @@ from jaxtrain.models import decoder, exact
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.serve.engine import Engine, Request
 
-VOCAB, T = 61, 150
+VOCAB, T = 257, 150
 LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
 FORMS = {
     "gpt2": {},
@@ -117,7 +117,7 @@ SIZES = (
 
 
 def test_a_trainer_has_the_bits_of_a_server():
-    assert check("llama", "bfloat16", trials=1, sizes=SIZES[1:2]) > 80
+    assert check("llama", "bfloat16", trials=1, sizes=SIZES[:1]) > 80
 
 
 @pytest.mark.slow
