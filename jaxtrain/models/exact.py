@@ -121,7 +121,7 @@ class ExactDecoder(CausalDecoder):
             x_N1D, *pages = carry
             layer_params, l = params_and_index
 
-            def attend(q_N1HK, *new):
+            def attend(q_N1HK, *new, **sinks):
                 new = [x.astype(dtype) for x in new]
                 kept = [
                     x.at[l, page_N, :, at_N % TILE].set(_bits(y_N1GK[:, 0]))
@@ -132,7 +132,7 @@ class ExactDecoder(CausalDecoder):
                 tiles = Tiles(TILE, lambda t: tuple(map(numbers, read(t))))
                 own = (x.swapaxes(1, 2) for x in new)
                 return attending.step_attention(
-                    self.config.block, l, q_N1HK, *own, at_N, tiles
+                    self.config.block, l, q_N1HK, *own, at_N, tiles, **sinks
                 ), kept
 
             if self.config.kv_rank is not None:

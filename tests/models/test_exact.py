@@ -28,6 +28,7 @@ FORMS = {
         "attention_softcap": 50.0,
     },
     "experts": {**LLAMA, "experts": 4, "experts_per_token": 2},
+    "sinks": {**LLAMA, "sinks": True, "window": 37, "window_pattern": (True, False)},
     "latent": {
         **LLAMA,
         **{"experts": 4, "experts_per_token": 2, "dense_layers": 1, "dense_width": 64},
