@@ -399,6 +399,7 @@ def _runs() -> Iterator[Capability]:
     run = functools.partial(Capability, group="run")
     yield run("saved and resumed", check=whole_runs.resumed, called="resume|run")
     yield run("generation", check=whole_runs.generated, called="generat|model")
+    yield run("exact log-probabilities", check=whole_runs.exactly_scored, called="exact|model")
     gpt2 = {"flags": ("--model", "gpt2-124m"), "module": "experiments.gpt"}
     yield run("export", **gpt2, check=whole_runs.exported, called="export|model")
 
