@@ -28,6 +28,8 @@ FORMS = {
         "attention_softcap": 50.0,
     },
     "experts": {**LLAMA, "experts": 4, "experts_per_token": 2},
+    "latent attention": {**LLAMA, "kv_rank": 16, "experts": 4, "dense_layers": 1},
+    "sinks": {**LLAMA, "sinks": True, "window": 37, "window_pattern": (True, False)},
 }
 
 
