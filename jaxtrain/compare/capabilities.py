@@ -185,7 +185,8 @@ def _models() -> Iterator[Capability]:
         ("vision transformer", "vision", vit, "vit|image|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
     ):
-        layout = "data=2,expert=2" if "expert" in called else ""
+        ours = "expert=2" if "expert" in called else ""
+        layout = "data=2,expert=2" if name == "experts" else ours
         own = {"module": f"experiments.{module}", "called": called}
         yield Capability(name, "model", flags, layout, **own)
 
