@@ -178,7 +178,8 @@ def _models() -> Iterator[Capability]:
         ("Llama", "gpt", ("--model", "llama-1b"), "model"),
         ("Gemma", "gpt", ("--model", "gemma3-1b"), "model"),
         ("experts", "gpt", ("--model", "tiny-moe"), "model|expert"),
-        ("latent attention", "gpt", ("--model", "tiny-deepseek"), "model|expert|latent"),
+        # One more layer, as the first is no part of a pipeline's chunks.
+        ("latent attention", "gpt", ("--model", "tiny-deepseek", "--layers", "5"), "model|expert"),
         ("attention sinks", "gpt", ("--model", "gpt-oss-20b"), "model|expert|sinks"),
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
