@@ -31,12 +31,17 @@ FORMS = {
     },
     "windows": {"positions": "rope", "window": 5, "window_pattern": (True, False)},
 }
+LATENT = {**FORMS["llama"], "kv_heads": None, "head_dim": 8, "kv_rank": 6, "q_rank": 10}
+MORE = {
+    "latent attention": LATENT | {"experts": 4, "dense_layers": 1},
+    "sinks": FORMS["windows"] | {"sinks": True},
+}
 SIZES = {"slots": 4, "readers": 2, "chunk": 8, "page": 4, "longest": 40}
 
 
 @functools.cache
 def model_of(form="gpt2", dtype=jnp.float32):
-    given = {"tied": False} if form == "untied" else FORMS[form]
+    given = {"tied": False} if form == "untied" else (FORMS | MORE)[form]
     config = DecoderConfig(vocab_size=31, seq_len=64, layers=2, width=16, heads=4, **given)
     params = decoder.init(config, jax.random.key(0))
     # Larger than at the start: logits differ, and the most probable token is no tie.
@@ -86,7 +91,8 @@ def answers(engine, requests, *, cancel=()):
 
 
 @pytest.mark.parametrize(
-    "form", ["llama", *(pytest.param(form, marks=pytest.mark.slow) for form in ("gpt2", "windows"))]
+    "form",
+    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "windows", *MORE))],
 )
 def test_tokens_are_those_of_generation(form):
     config, params = model_of(form)
