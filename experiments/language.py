@@ -31,6 +31,7 @@ from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect
 from jaxtrain.methods.population import Population
 from jaxtrain.models import decoder
+from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
 from jaxtrain.run import trained
@@ -146,7 +147,11 @@ class Source:
         self, model: trained.Model, pieces: Sequence[Sequence[int]] | None = None
     ) -> dict[str, Any]:
         """Its weights, for a model that may have shorter rows and other tokens, made of ``pieces``
-        (:func:`pieces_of`); of another head, without that."""
+        (:func:`pieces_of`); of another head, without that, and of one with experts without
+        routers."""
+        if (count := getattr(model, "experts", None)) and self.model.experts is None:
+            dense = self.weights(dataclasses.replace(model, experts=None), pieces)
+            return upcycled(dense, count)
         own = getattr(self.model, "vocab_size", None)
         if pieces is not None:
             params = self.weights(dataclasses.replace(model, vocab_size=own))
@@ -336,6 +341,12 @@ def _check_source(config: Config, vocab_size: int) -> None:
                 "leave one of them out"
             )
     model = config.source.model
+    own, asked = getattr(model, "experts", None), getattr(config, "experts", None)
+    if own is not None and asked not in (None, own):
+        raise ValueError(
+            f"--experts {asked} is not for the model in '{config.init_from}', which has {own}: "
+            "give a model without any, or leave it out"
+        )
     if vocab_size > model.vocab_size and None in (_tokenizer(config), config.source.tokenizer()):
         raise ValueError(
             f"the tokenizer has {vocab_size} tokens and the model in '{config.init_from}' "

@@ -51,6 +51,9 @@ class Config(language.Config):
     parametrization: Literal["standard", "mup"] = "standard"
     """Width that the learning rate and the initial weights are for: this model's, or by muP that of
     the preset, from which those of another --width follow, so that the best rate stays."""
+    experts: int | None = None
+    """Experts in the place of each layer's MLP, of its width, of which a token goes through two.
+    With --init-from of a model that has none, each begins as its MLP."""
     z_loss: float | None = None
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
 

@@ -178,12 +178,14 @@ def _models() -> Iterator[Capability]:
         ("Llama", "gpt", ("--model", "llama-1b"), "model"),
         ("Gemma", "gpt", ("--model", "gemma3-1b"), "model"),
         ("experts", "gpt", ("--model", "tiny-moe"), "model|expert"),
+        ("latent attention", "gpt", ("--model", "tiny-deepseek"), "model|expert|latent"),
+        ("attention sinks", "gpt", ("--model", "gpt-oss-20b"), "model|expert|sinks"),
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
     ):
-        layout = "data=2,expert=2" if name == "experts" else ""
+        layout = "data=2,expert=2" if "expert" in called else ""
         own = {"module": f"experiments.{module}", "called": called}
         yield Capability(name, "model", flags, layout, **own)
 

@@ -9,6 +9,7 @@ from jaxtrain.hf.family import Family
 from jaxtrain.hf.table import GELUS, REQUIRED, SHAPE, Field, Row, T, dense, norm
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.ops.rotary import YarnScaling
 
 
 def _check_width(family: str, config: DecoderConfig) -> dict[str, Any]:
@@ -124,6 +125,25 @@ def _read_qwen_moe(theirs: dict[str, Any]) -> dict[str, Any]:
     return _read_qwen(theirs)
 
 
+# Biases everywhere, sinks, and all experts of a layer in one tensor, gates and ups by turns.
+_OF_OSS = "model.layers.{l}.mlp"
+GPT_OSS_ROWS = (
+    *(row for row in LLAMA_ROWS if not re.match("blocks/(mlp|attn/(norm|out))", row.ours)),
+    *dense("blocks/attn/out", "model.layers.{l}.self_attn.o_proj"),
+    Row("blocks/attn/sinks", "model.layers.{l}.self_attn.sinks"),
+    Row("blocks/experts/router/kernel", f"{_OF_OSS}.router.weight", T),
+    Row("blocks/experts/router/shift", f"{_OF_OSS}.router.bias"),
+    *(
+        Row(f"blocks/experts/{ours}/{leaf}", f"{_OF_OSS}.experts.{theirs}", part=part, strided=many)
+        for leaf, end in (("kernel", ""), ("bias", "_bias"))
+        for ours, theirs, part, many in (
+            ("gate", f"gate_up_proj{end}", (0, 2), True),
+            ("up", f"gate_up_proj{end}", (1, 2), True),
+            ("down", f"down_proj{end}", (0, 1), False),
+        )
+    ),
+)
+
 # Latent attention, a router's bias and shared experts; the first layers have Llama's MLP.
 DEEPSEEK_V3_ROWS = (
     *(row for row in MOE_ROWS if not re.match("blocks/attn/(q|k|v|norm)", row.ours)),
@@ -138,6 +158,29 @@ DEEPSEEK_V3_ROWS = (
     Row("blocks/mlp/up/kernel", "model.layers.{l}.mlp.shared_experts.up_proj.weight", T),
     Row("blocks/mlp/down/kernel", "model.layers.{l}.mlp.shared_experts.down_proj.weight", T),
 )
+
+
+def _read_gpt_oss(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions, scaled where nothing is said of them, and a window of every other layer."""
+    for ours in ("experts_per_token", "initial_context_length"):  # of the first files, said twice
+        theirs.pop(ours, None)
+    if not theirs.keys() & {"rope_scaling", "rope_parameters"}:
+        theirs["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        }
+    slides = [l % 2 == 0 for l in range(positions.positive(theirs, "num_hidden_layers"))]
+    found = positions.read_kinds(theirs, slides, theirs.pop("sliding_window", 128))
+    return found | positions.read_rope(theirs, 150000.0)
+
+
+def _write_gpt_oss(config: DecoderConfig) -> dict[str, Any]:
+    rope = positions.write_rope(config)
+    if isinstance(scaling := config.rope_scaling, YarnScaling):  # theirs say these in any case
+        rope["rope_scaling"] |= {"beta_fast": scaling.fast, "beta_slow": scaling.slow}
+    return positions.write_kinds(config) | rope
 
 
 def _read_deepseek(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -302,6 +345,31 @@ OLMOE = dataclasses.replace(
     write=lambda config: _check_width("olmoe", config) | positions.write_rope(config),
 )
 
+GPT_OSS = dataclasses.replace(
+    LLAMA,
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    rows=GPT_OSS_ROWS,
+    fields=LLAMA.fields
+    | {
+        "num_key_value_heads": Field("kv_heads", 8),
+        "head_dim": Field("head_dim", 64),
+        "hidden_act": Field("mlp", "silu", {"silu": "swiglu_clamped"}),
+        "rms_norm_eps": Field("norm_eps", 1e-5),
+        "num_local_experts": Field("experts", 128),
+        "num_experts_per_tok": Field("experts_per_token", 4),
+    },
+    ours=LLAMA.ours | {"bias": True, "sinks": True, "routing": "softmax_normalised"},
+    fixed={
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "is_encoder_decoder": False,
+    },
+    read=_read_gpt_oss,
+    write=_write_gpt_oss,
+)
+
 DEEPSEEK_V3 = dataclasses.replace(
     LLAMA,
     name="deepseek_v3",
@@ -413,4 +481,4 @@ def _with_scores(family: Family) -> Family:
 
 
 DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
-DECODERS = tuple(map(_with_scores, (*DENSE, MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V3)))
+DECODERS = tuple(map(_with_scores, (*DENSE, MIXTRAL, OLMOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3)))

@@ -51,6 +51,7 @@ class Row:
         each expert there.
       axes: their axes in the order of ours; None means as they are.
       part: (i, n): ours is part i of n equal ones along our last axis.
+      strided: the parts are not one behind the other, but ours is every n-th feature.
       vocab: our axis over the vocabulary, which ours pads with zeros.
       first: the first layer that has such a tensor; of those before it ours is 0, and unread.
       shorter: whether ours may have fewer rows than theirs, the first ones.
@@ -64,6 +65,7 @@ class Row:
     theirs: str
     axes: tuple[int, ...] | None = None
     part: tuple[int, int] = (0, 1)
+    strided: bool = False
     vocab: int | None = None
     shorter: bool = False
     first: int = 0
@@ -106,13 +108,17 @@ class Row:
         """Copies the part ``index`` of one layer of ours from a tensor to ``out``, which is 0."""
         axes = self.order(tensor.shape)
         sizes = [tensor.shape[i] for i in axes]
-        sizes[-1] //= self.part[1]
-        first = [0] * (len(sizes) - 1) + [self.part[0] * sizes[-1]]
+        number, parts = self.part
+        sizes[-1] //= parts
+        first = [0] * (len(sizes) - 1) + [0 if self.strided else number * sizes[-1]]
         ours = [
             slice(at + min(part.start, size), at + min(part.stop, size))
             for part, size, at in zip(index, sizes, first, strict=True)
         ]
+        if self.strided:
+            ours[-1] = slice(parts * ours[-1].start, parts * ours[-1].stop)
         block = tensor[tuple(ours[i] for i in np.argsort(axes))].transpose(axes)
+        block = block[..., number::parts] if self.strided else block
         out[tuple(slice(size) for size in block.shape)] = block
 
     def order(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -137,8 +143,11 @@ def assemble(
     """Returns a tensor of theirs, the inverse of :meth:`Row.read`: of the rows that are parts of
     it, in order, and one layer of our parameter of each; ``vocab_size`` is how much of a padded
     axis is theirs."""
-    whole = np.concatenate(layers, axis=-1) if len(rows) > 1 else np.asarray(layers[0])
     row = rows[0]
+    if row.strided:
+        whole = np.stack(layers, axis=-1).reshape(*layers[0].shape[:-1], -1)
+    else:
+        whole = np.concatenate(layers, axis=-1) if len(rows) > 1 else np.asarray(layers[0])
     if row.vocab is not None:
         whole = whole[(slice(None),) * row.vocab + (slice(vocab_size),)]
     return whole.transpose(np.argsort(row.order(whole.shape)))
@@ -196,6 +205,11 @@ class Weight:
     def cut(self, order: LayerOrder) -> "Weight":
         """Returns the weight as a :class:`jaxtrain.Stack` cuts it, of which nothing is read yet."""
         return dataclasses.replace(self, places=order.split(self.places))
+
+    def repeated(self, count: int) -> "Weight":
+        """Returns the weight so many times along a second axis, of which nothing is read yet."""
+        places = np.broadcast_to(self.places[:, None], (len(self.places), count))
+        return dataclasses.replace(self, places=places)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[(slice(None),) * len(self.shape)], dtype)

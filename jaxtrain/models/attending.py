@@ -54,6 +54,7 @@ class Attention(nnx.Module):
         whole = config.qk_norm == "whole"
         features = (inner, shared) if whole else (config.head_dim, config.head_dim)
         self.norm_q, self.norm_k = (Norm(config, n) if config.qk_norm else None for n in features)
+        self.sinks = nnx.Param(jnp.zeros(config.heads)) if config.sinks else None
 
     @jax.named_scope("attn")
     def __call__(
@@ -76,7 +77,8 @@ class Attention(nnx.Module):
             q, k = self.norm_q.of_heads(q), self.norm_k.of_heads(k)
         if angles is not None:
             q, k = rotate(q, angles), rotate(k, angles)
-        out_BTHK, extra = attend(q, k, v)
+        how = {} if self.sinks is None else {"sinks_H": self.sinks.get_value()}
+        out_BTHK, extra = attend(q, k, v, **how)
         out_BTHK = constrain(out_BTHK, "batch", "sequence", "heads", None)
         return sum_of_parts(self.out, out_BTHK.reshape(B, T, -1)), extra
 
@@ -178,6 +180,7 @@ def row_attention(
     *,
     segments_BT: jax.Array | None = None,
     rng: jax.Array | None = None,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of rows to themselves, as layer ``index`` has it.
 
@@ -194,11 +197,13 @@ def row_attention(
       q_BTHK, k_BTGK, v_BTGK: queries, keys and values.
       segments_BT: int32 document numbers.
       rng: key for dropout; None means none.
+      sinks_H: as of :class:`jaxtrain.ops.mask.Mask`.
     """
     local, pattern = is_local(config, index), config.window_pattern
     known = isinstance(local, bool)
     counts = map(pattern.count, (False, True))
-    mask = Mask(config.causal, config.window, segments_BT, windowed=None if known else local)
+    how = {"windowed": None if known else local, "leading": config.global_tokens or 0}
+    mask = Mask(config.causal, config.window, segments_BT, sinks=sinks_H, **how)
     shares = contextlib.nullcontext() if known else branch_shares(*counts)
     with shares:
         return attention(
@@ -215,7 +220,15 @@ def row_attention(
 
 
 def step_attention(
-    config: BlockConfig, index: int | jax.Array, q_BCHK, k_BGCK, v_BGCK, start_B, tiles: Tiles
+    config: BlockConfig,
+    index: int | jax.Array,
+    q_BCHK,
+    k_BGCK,
+    v_BGCK,
+    start_B,
+    tiles: Tiles,
+    *,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of a chunk of each row to itself and to a cache, as layer ``index`` has it.
 
@@ -225,7 +238,9 @@ def step_attention(
     if not isinstance(local := is_local(config, index), bool):
         # All of the cache is read in any case, and masked.
         window = jnp.where(local, window, jnp.iinfo(jnp.int32).max)
-    form = {"window": window, "scale": _scale(config), "softcap": config.attention_softcap}
+    form = {"window": window, "leading": config.global_tokens or 0}
+    form |= {"scale": _scale(config), "softcap": config.attention_softcap}
+    form["sinks_H"] = sinks_H
     if config.kv_rank is not None:
         form["scale"] = form["scale"] or config.head_dim**-0.5
 

@@ -37,6 +37,8 @@ class LayerFields:
         where attention is not causal; None means all.
       window_pattern: which layers have the window, by number; the pattern repeats. Gemma 3 has
         ``(True,) * 5 + (False,)``.
+      global_tokens: so many first positions of a row are seen from beyond the window too, and see
+        all where attention is not causal; None means none.
       rope_scaling: how the frequencies of rotary positions are stretched; None means not.
       local_rope_theta: base of the frequencies, which are not stretched, in layers with the window;
         None means that these are as in the others.
@@ -65,6 +67,7 @@ class LayerFields:
     qk_norm: Literal[False, True, "whole"] = False
     window: int | None = None
     window_pattern: tuple[bool, ...] = (True,)
+    global_tokens: int | None = None
     rope_scaling: Scaling | None = None
     local_rope_theta: float | None = None
     query_pre_attn_scalar: float | None = None
@@ -86,6 +89,11 @@ class LayerFields:
             raise ValueError(
                 f"window_pattern={pattern!r} must say by true and false, and true at least once, "
                 f"which layers have the window, and window={self.window!r} must be a number then"
+            )
+        if self.global_tokens is not None and self.window is None:
+            raise ValueError(
+                f"global_tokens={self.global_tokens} are seen from beyond a window, and there is "
+                "none: set both"
             )
         gated = _round_up(-(-8 * self.width // 3), 64)
         fill(
@@ -166,10 +174,10 @@ class ExpertFields:
                 f"groups_per_token={self.groups_per_token} groups: use at most that"
             )
         check_positive(self, "routed_scale")
-        if self.bias:
+        if self.bias and self.routing == "sigmoid":
             raise ValueError(
-                "bias=True gives dense layers biases, which experts do not have: use bias=False "
-                "(and qkv_bias=True, for those of attention)"
+                "bias=True gives a router a bias, and routing='sigmoid' has one of its own, which "
+                "balances: use bias=False (and qkv_bias=True, for those of attention)"
             )
         for name in ("balance", "router_z"):
             if not 0.0 <= getattr(self, name) < float("inf"):
@@ -177,19 +185,22 @@ class ExpertFields:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentFields:
-    """Fields that a decoder's config shares with the config of its layers: multi-head latent
-    attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), whose keys and values are made
-    of one vector per token, which is what a cache holds.
+class AttentionFields:
+    """Fields that a decoder's config shares with the config of its layers: attention sinks, or
+    multi-head latent attention (DeepSeek-AI 2024, https://arxiv.org/abs/2405.04434), whose keys and
+    values are made of one vector per token, which is what a cache holds.
 
     Args:
-      kv_rank: features of that vector; None means attention as usual, and no others of these.
+      sinks: each head has a score that takes part in every softmax and has no key, which trains.
+      kv_rank: features of that vector; None means attention as usual, and none of the others.
       q_rank: features of the vector that queries are made of; None means the residual stream.
       rope_dim: features of a head, its last ones, that are rotated; a key's are those of all heads.
+        None means about a third.
       v_dim: features of a head's values; None means ``head_dim``.
       rope_pairs: which features are rotated together: those of both halves, or neighbours.
     """
 
+    sinks: bool = False
     kv_rank: int | None = None
     q_rank: int | None = None
     rope_dim: int | None = None
@@ -204,18 +215,20 @@ class LatentFields:
                         f"{name}={value} is of latent attention, and kv_rank=None: set both"
                     )
             return
-        fill(self, v_dim=self.head_dim)
+        fill(self, v_dim=self.head_dim, rope_dim=2 * (self.head_dim // 6))
         lacks = self.rope_theta is None or self.rope_dim is None or self.rope_dim >= self.head_dim
-        if lacks or self.v_dim > self.head_dim or self.kv_heads != self.heads or self.qk_norm:
+        if self.v_dim > self.head_dim or self.kv_heads != self.heads:
+            lacks = True
+        if lacks or self.qk_norm or self.sinks:
             raise ValueError(
                 f"kv_rank={self.kv_rank} is latent attention: it needs rotary positions, rope_dim="
                 f"{self.rope_dim} below head_dim={self.head_dim}, v_dim={self.v_dim} of at most "
-                "that, kv_heads as heads, and no qk_norm"
+                "that, kv_heads as heads, and neither qk_norm nor sinks"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig(ExpertFields, LatentFields, LayerFields):
+class BlockConfig(ExpertFields, AttentionFields, LayerFields):
     """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
 
     Decoders, encoders and vision transformers are made of the same blocks. The defaults are
@@ -358,7 +371,8 @@ def keys_seen(config: Any, length: int) -> int:
     True
     """
     window = config.window or length
-    reach = window if config.block.causal else 2 * window - 1
+    causal, more = config.block.causal, config.global_tokens or 0
+    reach = window + more if causal else 2 * (window + more) - 1
     return sum(min(length, reach) if near else length for near in windows_of(config))
 
 

@@ -16,6 +16,7 @@ heads, K features per head, V rows of the token table.
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -26,9 +27,9 @@ from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import experts, layers, parts
 from jaxtrain.models.config import (
     INIT_STD,
+    AttentionFields,
     BlockConfig,
     ExpertFields,
-    LatentFields,
     TokenFields,
     check_positive,
     fields_of,
@@ -55,6 +56,7 @@ EXPERTS = r"^blocks/experts/(up|gate|down)/"
 _OF_LAYER = (
     (r"attn/(q|kv)/kernel$", ("embed", "heads")),
     (r"attn/(q|kv)_down/kernel$", ("embed", None)),
+    (r"attn/sinks$", ("heads",)),
     (r"attn/q/bias$", ("heads",)),
     (r"attn/(k|v)/kernel$", ("embed", "kv_heads")),
     (r"attn/(k|v)/bias$", ("kv_heads",)),
@@ -63,7 +65,9 @@ _OF_LAYER = (
     (r"mlp/(up|gate)/bias$", ("mlp",)),
     (r"mlp/down/kernel$", ("mlp", "embed")),
     (r"experts/router/kernel$", ("embed", None)),
-    (r"experts/(router/bias|shares)$", (None,)),
+    (r"experts/(router/(bias|shift)|shares)$", (None,)),
+    (r"experts/(up|gate)/bias$", ("experts", "mlp")),
+    (r"experts/down/bias$", ("experts", None)),
     (r"experts/(up|gate)/kernel$", ("experts", "embed", "mlp")),
     (r"experts/down/kernel$", ("experts", "mlp", "embed")),
     (r"attn/norm_(q|k|kv)/(scale|bias)$", (None,)),
@@ -92,12 +96,13 @@ BATCH = OptionalRules(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ExpertFields, LatentFields, TokenFields):
+class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
     """A decoder.
 
     Args:
       seq_len: tokens per row in training; with learned positions also the most there can be.
-      positions: learned table, or rotary (of base ``rope_theta``).
+      positions: learned table, rotary (of base ``rope_theta``), or sinusoidal: sines and cosines of
+        the same base, added to the embeddings, which ``embed_scale`` is to make as large.
       norm_position: ``pre``, or ``sandwich`` as in Gemma 2 and 3; see :class:`BlockConfig`.
       embed_scale: embeddings of tokens are multiplied by sqrt(width), rounded to their dtype.
       tied: the output projection is the transposed token table.
@@ -110,7 +115,7 @@ class DecoderConfig(ExpertFields, LatentFields, TokenFields):
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
     :class:`ModelFields` and, of each layer, :class:`LayerFields`, :class:`ExpertFields` and
-    :class:`LatentFields`.
+    :class:`AttentionFields`.
 
     >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.head_dim, config.mlp_width, config.padded_vocab
@@ -118,7 +123,7 @@ class DecoderConfig(ExpertFields, LatentFields, TokenFields):
     """
 
     seq_len: int
-    positions: Literal["learned", "rope"] = "learned"
+    positions: Literal["learned", "rope", "sinusoidal"] = "learned"
     rope_theta: float = 10000.0
     norm_position: Literal["pre", "sandwich"] = "pre"
     embed_scale: bool = False
@@ -131,6 +136,11 @@ class DecoderConfig(ExpertFields, LatentFields, TokenFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "logit_softcap")
+        if self.positions == "sinusoidal" and self.width % 2:
+            raise ValueError(
+                f"positions='sinusoidal' are pairs of sine and cosine, and width={self.width} is "
+                "odd; use an even width"
+            )
         if self.dense_layers is None and self.dense_width is not None:
             raise ValueError(
                 f"dense_width={self.dense_width} is of layers without experts, and dense_layers="
@@ -153,7 +163,7 @@ class DecoderConfig(ExpertFields, LatentFields, TokenFields):
             rope_theta=self.rope_theta if self.positions == "rope" else None,
             # 2 L branches are added to the residual stream, whose variance is not to grow with L.
             residual_std=INIT_STD / (2 * self.layers) ** 0.5,
-            **fields_of(self, ExpertFields, LatentFields),
+            **fields_of(self, ExpertFields, AttentionFields),
         )
 
     @functools.cached_property
@@ -183,6 +193,18 @@ def tiny_moe() -> DecoderConfig:
     return dataclasses.replace(tiny(), experts=8, mlp_width=384)
 
 
+def tiny_deepseek() -> DecoderConfig:
+    """``tiny`` in the form of DeepSeek-V3: latent attention, a dense layer, then groups of experts
+    chosen by biased sigmoids, and a shared one."""
+    return dataclasses.replace(
+        tiny(),
+        **{"kv_rank": 64, "q_rank": 96, "rope_pairs": "adjacent"},
+        **{"dense_layers": 1, "dense_width": 768, "experts": 8, "mlp_width": 192},
+        **{"shared_experts": 2, "groups": 4, "groups_per_token": 2, "routing": "sigmoid"},
+        balance=1e-4,
+    )
+
+
 # Rows of the length that most of their training has had.
 _LLAMA1B = {"kv_heads": 4, "seq_len": 2048}
 _LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
@@ -199,6 +221,20 @@ _OLMOE = {
     "experts": 64,
     "experts_per_token": 8,
     "routing": "softmax",
+}
+_GPT_OSS = {
+    "seq_len": 4096,
+    "vocab_size": 201088,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "experts_per_token": 4,
+    "mlp": "swiglu_clamped",
+    "bias": True,
+    "sinks": True,
+    "window": 128,
+    "window_pattern": (True, False),
+    "rope_theta": 150000.0,
+    "rope_scaling": YarnScaling(32.0, 4096, 0.1 * math.log(32.0) + 1, whole=0),
 }
 _DEEPSEEK_V3 = {
     "seq_len": 4096,
@@ -250,12 +286,10 @@ _GEMMA3_27B = _GEMMA3 | {"head_dim": 128, "query_pre_attn_scalar": 168}
 
 def _llama(*, vocab_size: int = 32000, **shape: Any) -> DecoderConfig:
     return DecoderConfig(
+        **{"mlp": "swiglu", "bias": False} | shape,
         vocab_size=vocab_size,
-        **shape,
         positions="rope",
         norm="rmsnorm",
-        mlp="swiglu",
-        bias=False,
         tied=False,
         remat="dots",
     )
@@ -280,6 +314,7 @@ def _gemma(family: Mapping[str, Any], *, heads: int, **shape: int) -> DecoderCon
 PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "tiny": tiny,
     "tiny-moe": tiny_moe,
+    "tiny-deepseek": tiny_deepseek,
     # GPT-2 small (Radford et al. 2019): 124,439,808.
     "gpt2-124m": lambda: DecoderConfig(
         vocab_size=50257, seq_len=1024, layers=12, width=768, heads=12
@@ -304,6 +339,14 @@ PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "olmoe-1b-7b": lambda: _llama(layers=16, width=2048, heads=16, mlp_width=1024, **_OLMOE),
     "qwen3-30b-a3b": lambda: _llama(
         layers=48, width=2048, heads=32, mlp_width=768, experts=128, **_QWEN3_MOE
+    ),
+    # GPT-OSS (OpenAI 2025, https://arxiv.org/abs/2508.10925): 20,914,757,184 and 116,829,156,672,
+    # of which a token goes through 3.6 and 5.1 billion.
+    "gpt-oss-20b": lambda: _llama(
+        layers=24, width=2880, heads=64, mlp_width=2880, experts=32, **_GPT_OSS
+    ),
+    "gpt-oss-120b": lambda: _llama(
+        layers=36, width=2880, heads=64, mlp_width=2880, experts=128, **_GPT_OSS
     ),
     # DeepSeek-V3 (DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437) without its second head:
     # 671,026,419,200, of which a token goes through 37.5 billion.

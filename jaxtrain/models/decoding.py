@@ -47,11 +47,14 @@ class Cache:
     Args:
       k, v: the rows' own; S is at most ``TILE``, or a multiple of it.
       source: a pytree that stays as prefill made it, such as the keys and values of a source.
+      routes: the experts of every layer and position, int32 [L, B, 1, S, J], where they are
+        recorded.
     """
 
     k: jax.Array
     v: jax.Array
     source: Any = None
+    routes: jax.Array | None = None
 
     def tiles(self, l: jax.Array) -> Tiles:
         """The keys and values of a layer."""
@@ -73,11 +76,12 @@ class Cache:
         # Rows in order, which the partitioner sees: along them nothing is exchanged.
         rows_B1 = jnp.arange(len(start_B))[:, None]
         at_BC = start_B[:, None] + jnp.arange(new[0].shape[3])
-        k, v = (
+        arrays = (self.k, self.v) if self.routes is None else (self.k, self.v, self.routes)
+        k, v, *routes = (
             pin_cache(x.at[:, rows_B1, :, at_BC].set(y.transpose(1, 3, 0, 2, 4)))
-            for x, y in zip((self.k, self.v), new, strict=True)
+            for x, y in zip(arrays, new, strict=True)
         )
-        return dataclasses.replace(self, k=k, v=v)
+        return dataclasses.replace(self, k=k, v=v, routes=next(iter(routes), None))
 
 
 @jax.tree_util.register_dataclass
@@ -176,9 +180,13 @@ def decoder_of(config: DecoderConfig | T5Config) -> Decoder:
 
 @dataclasses.dataclass(frozen=True)
 class CausalDecoder:
-    """The :class:`Decoder` of a :mod:`jaxtrain.models.decoder`: rows continue their prompts."""
+    """The :class:`Decoder` of a :mod:`jaxtrain.models.decoder`: rows continue their prompts.
+
+    With ``record`` its cache has the experts of every position.
+    """
 
     config: DecoderConfig
+    record: bool = False
     stacks, eod, log_softmax = ("blocks",), None, staticmethod(jax.nn.log_softmax)
 
     def rows(self, tokens_BP, lengths_B):
@@ -188,21 +196,23 @@ class CausalDecoder:
         def layer(x_BPD, params_and_index):
             layer_params, l = params_and_index
 
-            def attend(q_BPHK, k_BPGK, v_BPGK, *latent):
+            def attend(q_BPHK, k_BPGK, v_BPGK, *latent, **sinks):
                 # Padding comes after the prompt, where causal attention does not look; its keys in
                 # the cache are overwritten before any position may see them.
-                out_BPHK = attending.row_attention(self.config.block, l, q_BPHK, k_BPGK, v_BPGK)
+                qkv = q_BPHK, k_BPGK, v_BPGK
+                out_BPHK = attending.row_attention(self.config.block, l, *qkv, **sinks)
                 kept = latent or (k_BPGK, v_BPGK)
                 return out_BPHK, tuple(_cached(x, self.config.heads) for x in kept)
 
             return self._layer(layer_params, l, x_BPD, None, attend)
 
         x_BPD = decoder.embed(self.config, params, {"tokens": tokens_BP})
-        x_BPD, kv_LBPGK = _scan(layer, x_BPD, params["blocks"], self._before(params))
+        x_BPD, kept_LBPGK = _scan(layer, x_BPD, params["blocks"], self._before(params))
         room = cache_length(tokens_BP.shape[1] + room) - tokens_BP.shape[1]
         padding = ((0, 0), (0, 0), (0, 0), (0, room), (0, 0))
-        k, v = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kv_LBPGK)
-        return self._logits(params, x_BPD, lengths_B), Cache(k, v)
+        kept = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kept_LBPGK)
+        k, v, *routes = kept
+        return self._logits(params, x_BPD, lengths_B), Cache(k, v, None, *routes)
 
     def extend(self, params, cache, tokens_BC, start_B, count_B):
         x_BCD, cache = self._extended(params, cache, tokens_BC, start_B, count_B)
@@ -240,7 +250,14 @@ class CausalDecoder:
             form, path = self.config.dense_block, f"dense/{l}"
         block = layers.apply(layers.Block, form, gather(layer_params, path))
         angles = attending.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
-        return block(x_BCD, angles, attend)[:2]
+        x_BCD, kept, routes = block(x_BCD, angles, attend)
+        if not self.record:
+            return x_BCD, kept
+        # Layers before the stack have no experts, and some numbers in their place.
+        shape = *x_BCD.shape[:2], self.config.experts_per_token
+        chosen = jnp.zeros(shape, jnp.int32) if routes is None else routes.experts_BTJ
+        heads = 2 if positions_BC is None else 1  # where a chunk's arrays have them
+        return x_BCD, (*kept, jnp.expand_dims(chosen, heads))
 
     def _logits(self, params, x_BCD, count_B):
         return decoder.head_logits(self.config, params, _last(x_BCD, count_B))[:, 0]
@@ -331,7 +348,8 @@ class SourceDecoder:
 
 def pin_cache(x: jax.Array) -> jax.Array:
     """A leaf of a cache, split by rows and heads."""
-    return constrain(x, *(None, "batch", "heads", None, None)[: x.ndim])
+    heads = "heads" if x.ndim > 2 and x.shape[2] > 1 else None  # routes have one for all
+    return constrain(x, *(None, "batch", heads, None, None)[: x.ndim])
 
 
 def pin_pages(x: jax.Array) -> jax.Array:
@@ -359,13 +377,13 @@ def _read(
     Args:
       before: the parameters of layers before the stack.
       layer: ``(layer_params, l, x_BCD, attend) -> (x_BCD, new keys and values)``.
-      attend: ``(l, q_BCHK, k_BGCK, v_BGCK, start_B, tiles) -> out_BCHK``.
+      attend: ``(l, q_BCHK, k_BGCK, v_BGCK, start_B, tiles) -> out_BCHK``; sinks by name.
     """
 
     def step(x_BCD, params_and_index):
         layer_params, l = params_and_index
 
-        def attend_and_keep(q_BCHK, *new):
+        def attend_and_keep(q_BCHK, *new, **sinks):
             heads, dtype = q_BCHK.shape[2], cache.k.dtype
             new = [_cached(x, heads).swapaxes(1, 2).astype(dtype) for x in new]
             kept, seen = new, new
@@ -374,7 +392,7 @@ def _read(
             ):  # A position reads of its own chunk what later ones do.
                 kept = [Rounded.of(x) for x in new]
                 seen = [x[:] for x in kept]
-            return attend(l, q_BCHK, *seen, start_B, cache.tiles(l)), kept
+            return attend(l, q_BCHK, *seen, start_B, cache.tiles(l), **sinks), kept
 
         return layer(layer_params, l, x_BCD, attend_and_keep)
 

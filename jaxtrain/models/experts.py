@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -34,25 +35,28 @@ class Experts(nnx.Module):
         self.how |= {"groups": config.groups, "groups_per_token": config.groups_per_token}
         self.how["scale"] = config.routed_scale
         width, hidden, E = config.width, config.mlp_width, config.experts
-        # The bias is no part of the logits: it takes part in the choice alone.
+        # The bias is no part of the logits: it takes part in the choice alone. The shift is.
         self.router = dense(width, E, rngs, bias=config.routing == "sigmoid")
+        self.router.shift = nnx.Param(jnp.zeros(E)) if config.bias else None
         by_step = config.balance_over == "step"
         self.shares = nnx.Param(jnp.full(E, 1 / E)) if by_step else None
         if config.mlp in GATED:
-            self.gate = Kernels(normal(rngs, E, width, hidden))
-        self.up = Kernels(normal(rngs, E, width, hidden))
+            self.gate = Kernels(normal(rngs, E, width, hidden), bias=config.bias)
+        self.up = Kernels(normal(rngs, E, width, hidden), bias=config.bias)
         scale = config.residual_std / INIT_STD
-        self.down = Kernels(scale * normal(rngs, E, hidden, width))
+        self.down = Kernels(scale * normal(rngs, E, hidden, width), bias=config.bias)
 
     @jax.named_scope("experts")
     def __call__(
         self, x_BTD: jax.Array, choose: Callable[..., Routes] = route
     ) -> tuple[jax.Array, Routes]:
         x_BTD = gather_sequence(x_BTD)
-        bias_E, shares_E = (
-            None if x is None else x.get_value() for x in (self.router.bias, self.shares)
-        )
-        kept = {"bias_E": bias_E, "shares_E": shares_E}
+        kept = {
+            "bias_E": self.router.bias,
+            "shift_E": self.router.shift,
+            "shares_E": self.shares,
+        }
+        kept = {name: x if x is None else x.get_value() for name, x in kept.items()}
         routes = choose(x_BTD, self.router.kernel.get_value(), **kept, **self.how)
         names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
         weights = {name: getattr(self, name).kernel.get_value() for name in names}
@@ -62,15 +66,49 @@ class Experts(nnx.Module):
                     f"parameter 'experts/{name}/kernel' is a {type(kernel).__name__} kernel, and "
                     "experts multiply arrays alone: narrow the pattern that chose it"
                 )
+        if self.up.bias is not None:
+            entering = {name: getattr(self, name).bias for name in names if name != "down"}
+            weights |= {f"{name}_bias": bias.get_value() for name, bias in entering.items()}
         y_BTD = expert_mlp(self.form, x_BTD, weights, routes.weights_BTJ, routes.experts_BTJ)
+        if self.down.bias is not None:  # a product over all experts, most of whose gates are 0
+            y_BTD += (
+                routes.per_expert(weights["down"].shape[0]).astype(y_BTD.dtype)
+                @ self.down.bias[...]
+            )
         return checkpoint_name(scatter_sequence(y_BTD), PRODUCT), routes
 
 
 class Kernels(nnx.Module):
-    """Kernels of several layers, stacked."""
+    """Kernels of several layers, stacked, and their biases."""
 
-    def __init__(self, kernel: jax.Array) -> None:
+    def __init__(self, kernel: jax.Array, *, bias: bool) -> None:
         self.kernel = nnx.Param(kernel)
+        self.bias = nnx.Param(jnp.zeros((len(kernel), kernel.shape[-1]))) if bias else None
+
+
+def upcycled(params: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Returns what the parameters of a model with so many experts begin as, all of them as the MLP
+    of a dense one (Komatsuzaki et al. 2022, https://arxiv.org/abs/2212.05055), without routers.
+
+    Args:
+      params: of the dense model, arrays or what is read later (:class:`jaxtrain.hf.table.Weight`,
+        which has a method ``repeated`` for it).
+      count: E.
+
+    >>> params = {"blocks": {"mlp": {"up": {"kernel": jnp.ones((2, 3, 4))}}}}
+    >>> upcycled(params, 8)["blocks"]["experts"]["up"]["kernel"].shape
+    (2, 8, 3, 4)
+    """
+
+    def repeated(x: Any) -> Any:
+        if hasattr(x, "repeated"):
+            return x.repeated(count)
+        x = np.asarray(x)[:, None]  # of which each expert is a view
+        return np.broadcast_to(x, (len(x), count, *x.shape[2:]))
+
+    blocks = dict(params["blocks"])
+    blocks["experts"] = jax.tree.map(repeated, blocks.pop("mlp"))
+    return dict(params) | {"blocks": blocks}
 
 
 def opened(config: Any, x_BTD: jax.Array, *, record: bool = False) -> Any:

@@ -31,8 +31,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.models.beams import Beams, search, take_rows
+from jaxtrain.models.config import before_stack
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import Cache, Decoder, decoder_of, pin_cache
+from jaxtrain.models.decoding import Cache, CausalDecoder, Decoder, decoder_of, pin_cache
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.sampling import Draws, Own, Sampling, draw, make_sampling
 from jaxtrain.sharding.placement import gather
@@ -135,6 +136,26 @@ def generate(
     """
     batch = prompts(config, prompt_tokens, max_new_tokens=max_new_tokens, **given)
     return _draw(_Form(decoder_of(config), max_new_tokens), Weights(params), batch)
+
+
+def generate_with_routes(
+    config: DecoderConfig, params: Any, prompt_tokens: Any, *, max_new_tokens: int, **given: Any
+) -> tuple[jax.Array, jax.Array]:
+    """As :func:`generate`, of a model with experts, and the experts that each token that was read
+    had: int32 [B, L, P + max_new_tokens - 1, J] of the L layers that have some.
+
+    They are the ``routes`` of a batch whose ``tokens`` are the prompt of each row and, right behind
+    it, its new tokens but for the last; beyond these they are any. So a trainer whose numbers are
+    rounded otherwise, or whose weights have moved, sends each token where the sampler did.
+
+    Raises:
+      ValueError: as :func:`generate`, and for a model without experts.
+    """
+    if getattr(config, "experts", None) is None:
+        raise ValueError("the model has no experts, whose routes could be recorded: use generate")
+    batch = prompts(config, prompt_tokens, max_new_tokens=max_new_tokens, **given)
+    form = _Form(CausalDecoder(config, record=True), max_new_tokens)
+    return _draw_with_routes(form, Weights(params), batch)
 
 
 def stream(
@@ -300,6 +321,10 @@ class _Now(NamedTuple):
 
 
 def _written(form: _Form, state: Any, batch: Prompts) -> Draws | Beams:
+    return _end(form, state, batch).rows
+
+
+def _end(form: _Form, state: Any, batch: Prompts) -> "_Now":
     """Reads the prompts; then chooses a token of each row and reads it, until all have ended."""
     if batch.max_new_tokens not in (None, form.count):
         raise ValueError(
@@ -309,7 +334,7 @@ def _written(form: _Form, state: Any, batch: Prompts) -> Draws | Beams:
     params = _gathered(form, state.params)
     now = _first(form, params, batch)
     more = lambda now: (now.step < form.count) & now.rows.running  # noqa: E731
-    return jax.lax.while_loop(more, lambda now: _next(form, params, batch, *now), now).rows
+    return jax.lax.while_loop(more, lambda now: _next(form, params, batch, *now), now)
 
 
 def _gathered(form: _Form, params: Any) -> Any:
@@ -365,7 +390,15 @@ def _found(form: _Form, state: Any, batch: Prompts) -> tuple[jax.Array, jax.Arra
     return found.ended_tokens[:, 0], found.ended_scores[:, 0]
 
 
+def _drawn_with_routes(form: _Form, state: Any, batch: Prompts) -> tuple[jax.Array, jax.Array]:
+    end = _end(form, state, batch)
+    read = batch.tokens.shape[1] + form.count - 1
+    routes_LBSJ = end.cache.routes[before_stack(form.decoder.config) :, :, 0, :read]
+    return end.rows.tokens, routes_LBSJ.swapaxes(0, 1)
+
+
 _draw = jax.jit(_drawn, static_argnums=0)
+_draw_with_routes = jax.jit(_drawn_with_routes, static_argnums=0)
 _search = jax.jit(_found, static_argnums=0)
 _gather = jax.jit(_gathered, static_argnums=0)
 _begin = jax.jit(_first, static_argnums=0)

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 
 from jaxtrain.ops.numerics import wide
 
+# Of :func:`swiglu_clamped`.
+STEEP, LIMIT = 1.702, 7.0
+
 
 def _activation(values: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., jax.Array]:
     """Makes an activation of a function that returns its value and its slope by each argument."""
@@ -70,6 +73,23 @@ def swiglu(gate: jax.Array, up: jax.Array):
 
 
 @_activation
+def swiglu_clamped(gate: jax.Array, up: jax.Array):
+    """Returns ``gate * sigmoid(1.702 gate) * (up + 1)`` of a gate of at most 7, and of an up
+    within 7, as GPT-OSS has it.
+
+    >>> swiglu_clamped(jnp.array([0.0, 9.0]), jnp.array([1.0, -9.0])).round(3)
+    Array([  0.   , -41.999], dtype=float32)
+    """
+    large, lifted = (x.astype(wide(x.dtype)) for x in (gate, up))
+    capped, lifted = jnp.minimum(large, LIMIT), jnp.clip(lifted, -LIMIT, LIMIT) + 1
+    sigmoid = jax.nn.sigmoid(STEEP * capped)
+    glu = capped * sigmoid
+    by_gate = (sigmoid + STEEP * glu * (1 - sigmoid)) * lifted
+    within = jnp.abs(up) <= LIMIT
+    return glu * lifted, jnp.where(large <= LIMIT, by_gate, 0), jnp.where(within, glu, 0)
+
+
+@_activation
 def geglu(gate: jax.Array, up: jax.Array):
     """Returns ``gelu(gate) * up`` (Shazeer 2020), GELU in the tanh approximation.
 
@@ -121,7 +141,8 @@ ACTIVATIONS = {
     "gelu_exact": gelu_exact,
     "relu": relu,
     "swiglu": swiglu,
+    "swiglu_clamped": swiglu_clamped,
     "geglu": geglu,
     "geglu_exact": geglu_exact,
 }
-GATED = ("swiglu", "geglu", "geglu_exact")
+GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_exact")

@@ -86,9 +86,11 @@ def chunk_attention(
     tiles: Tiles,
     *,
     window: int | jax.Array | None = None,
+    leading: int = 0,
     bias: Callable[[jax.Array], jax.Array] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Attends causally from C positions of each row to themselves and to all before them.
 
@@ -102,7 +104,8 @@ def chunk_attention(
       start_B: int32, the position of each row's first query; what tiles have from there on is not
         seen.
       tiles: earlier positions.
-      window, scale, softcap: as for :func:`attention`; the window may be traced.
+      window, leading, scale, softcap: as for :func:`attention`; the window may be traced.
+      sinks_H: as of :class:`jaxtrain.ops.mask.Mask`.
       bias: of distances [B, C, S], key minus query, what is added to the scores: [B, H, C, S].
 
     Returns:
@@ -116,7 +119,7 @@ def chunk_attention(
         top_BGN, total_BGN, out_BGNK = kept
         distance_BCS = keys_BS[:, None] - at_BC[..., None]
         if window is not None:
-            seen_BCS &= distance_BCS > -window
+            seen_BCS &= (distance_BCS > -window) | (keys_BS < leading)[:, None]
         scores = wide_einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK) * (scale or K**-0.5)
         scores = scores.reshape(B, G, C, H // G, -1)
         if bias is not None:
@@ -138,6 +141,10 @@ def chunk_attention(
 
     nothing = jnp.zeros((*q_BGNK.shape[:3], v_BGCK.shape[3]), wide(q_BGNK.dtype))
     kept = nothing[..., 0] + MASKED, nothing[..., 0], nothing
+    if sinks_H is not None:
+        sinks_GCR = jnp.repeat(sinks_H.astype(nothing.dtype).reshape(G, 1, -1), C, axis=1)
+        top_BGN = jnp.broadcast_to(sinks_GCR.reshape(G, -1), nothing.shape[:3])
+        kept = top_BGN, jnp.ones_like(top_BGN), nothing
     own_CC = jnp.arange(C) <= jnp.arange(C)[:, None]
     kept = see(kept, k_BGCK, v_BGCK, at_BC, jnp.broadcast_to(own_CC, (B, C, C)))
     count = (start_B.max() + tiles.size - 1) // tiles.size

@@ -77,7 +77,8 @@ def expert_mlp(
     Args:
       form: of the MLP, one of :data:`jaxtrain.ops.activations.ACTIVATIONS`.
       x_BTD: tokens.
-      weights: ``up`` and, gated, ``gate`` [E, D, F], and ``down`` [E, F, D].
+      weights: ``up`` and, gated, ``gate`` [E, D, F], and ``down`` [E, F, D]; perhaps also
+        ``up_bias`` and ``gate_bias`` [E, F].
       gates_BTJ: what the result of each choice is multiplied by.
       experts_BTJ: int32, the choices; E for none, and such a token may be anything.
 
@@ -157,6 +158,8 @@ def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> 
     of_tokens = P(rows or None, sequence or None, None)
     up, down = P(holders or None, None, hidden or None), P(holders or None, hidden or None, None)
     of_weights = {name: down if name == "down" else up for name in operands[1]}
+    bias = P(holders or None, hidden or None)
+    of_weights |= {name: bias for name in operands[1] if name.endswith("_bias")}
     specs = (of_tokens, of_weights, of_tokens)
     return jax.shard_map(
         on_device,
@@ -177,7 +180,7 @@ def _values(form, experts, x_ND, weights, gates_NJ, experts_NJ):
 
         def tile(first, size, out_ND):
             x_RD, token_R, _, gate_R1 = tiles.rows(first, size, *place)
-            pre = [_dot(x_RD, own[name], 1, 0) for name in _entering(form)]
+            pre = _pre(form, x_RD, own)
             y_RD = _dot(ACTIVATIONS[form](*pre), own["down"], 1, 0, wide(x_ND.dtype))
             return out_ND.at[token_R].add(y_RD * gate_R1, mode="drop")
 
@@ -199,7 +202,7 @@ def _gradients(form, experts, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
             dx_ND, dgates_A, dweights = sums
             x_RD, token_R, choice_R, gate_R1 = tiles.rows(first, size, *place)
             dy_RD = _rows(dy_ND, token_R)
-            pre = [_dot(x_RD, own[name], 1, 0) for name in _entering(form)]
+            pre = _pre(form, x_RD, own)
             h_RF, pull = jax.vjp(ACTIVATIONS[form], *pre)
             back_RF = _dot(dy_RD, own["down"], 1, 1, dtype)
             dgate_R = (back_RF * h_RF).sum(-1)
@@ -208,6 +211,8 @@ def _gradients(form, experts, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
             dx_RD = sum(_dot(d_RF, own[name], 1, 1, dtype) for name, d_RF in into.items())
             found = {name: _dot(x_RD, d_RF, 0, 0, dtype) for name, d_RF in into.items()}
             found["down"] = _dot(h_RF, (dy_RD * gate_R1).astype(h_RF.dtype), 0, 0, dtype)
+            if "up_bias" in own:
+                found |= {f"{n}_bias": d_RF.sum(0, dtype=dtype) for n, d_RF in into.items()}
             return (
                 dx_ND.at[token_R].add(dx_RD, mode="drop"),
                 dgates_A.at[choice_R].set(dgate_R, mode="drop"),
@@ -275,6 +280,15 @@ def _rows(x_ND: jax.Array, token_R: jax.Array) -> jax.Array:
 def _entering(form: str) -> tuple[str, ...]:
     """The kernels that read the tokens, in the order in which an activation takes their results."""
     return ("gate", "up") if form in GATED else ("up",)
+
+
+def _pre(form: str, x_RD: jax.Array, own: Weights) -> list[jax.Array]:
+    """What an activation takes."""
+    pre = [_dot(x_RD, own[name], 1, 0) for name in _entering(form)]
+    if "up_bias" not in own:
+        return pre
+    biases = (own[f"{name}_bias"] for name in _entering(form))
+    return [(y_RF + bias_F).astype(y_RF.dtype) for y_RF, bias_F in zip(pre, biases, strict=True)]
 
 
 def _dot(a: jax.Array, b: jax.Array, i: int, j: int, dtype: Any = None) -> jax.Array:

@@ -22,6 +22,10 @@ class Mask:
       causal: position t sees positions up to t; needs S = T.
       window: position t sees none before t - window + 1, nor, without ``causal``, after
         t + window - 1; needs S = T. None means all.
+      leading: so many first positions of a row are seen from beyond the window too, and, without
+        ``causal``, see all themselves (the global tokens of Longformer and BigBird,
+        https://arxiv.org/abs/2007.14062; causally, attention sinks,
+        https://arxiv.org/abs/2309.17453).
       segments: int32 document numbers [B, T]; a position sees only its own document. Padding,
         number 0, sees padding, so that no row is empty. Needs S = T, or ``key_segments``.
       key_segments: int32 document numbers [B, S] of the keys, where they are not those of the
@@ -31,6 +35,9 @@ class Mask:
         [T, S] but within a tile. The xla form alone has it.
       windowed: bool scalar, where it is not known while tracing whether the window holds: both
         forms are compiled, and a branch takes one; there can be no bias.
+      sinks: [H], a score per head that takes part in each softmax and has no key: what attention
+        adds up to falls below 1 (Xiao et al. 2023, https://arxiv.org/abs/2309.17453; GPT-OSS). The
+        xla form alone has them.
       positions: int32 [T], of the queries among the keys; None means 0 .. T - 1. The xla form alone
         has them, and then no bias; they are given where a device has some of the queries.
     """
@@ -41,7 +48,9 @@ class Mask:
     key_segments: jax.Array | None = None
     bias: jax.Array | None = None
     windowed: jax.Array | None = None
+    sinks: jax.Array | None = None
     positions: jax.Array | None = None
+    leading: int = dataclasses.field(default=0, metadata={"static": True})
 
     def check(self, T: int, S: int, H: int) -> None:
         """Raises ValueError unless it fits T queries of H heads and S keys."""
@@ -59,12 +68,20 @@ class Mask:
                 f"bias has shape {self.bias.shape}: give ({H}, {S + T - 1}), a number per head and "
                 "distance"
             )
+        if self.sinks is not None and self.sinks.shape != (H,):
+            raise ValueError(
+                f"sinks have shape {self.sinks.shape}: give ({H},), a score per query head"
+            )
 
     @property
     def only_xla(self) -> Reason | None:
         """What a fused kernel would need of the mask, if it lacks that."""
         if self.bias is not None:
             return Why.NO_BIAS()
+        if self.sinks is not None:
+            return Why.NO_SINKS()
+        if self.leading:
+            return Why.NO_LEADING(count=self.leading)
         return None if self.key_segments is None else Why.OWN_KEYS()
 
     @property

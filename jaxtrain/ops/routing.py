@@ -55,12 +55,18 @@ class Routes:
     load_BE: jax.Array
     balancing_B: jax.Array | None
 
+    def per_expert(self, experts: int) -> jax.Array:
+        """The weights of all E experts, [B, T, E], 0 of those that are not chosen."""
+        chosen_BTJE = self.experts_BTJ[..., None] == jnp.arange(experts)
+        return jnp.where(chosen_BTJE, self.weights_BTJ[..., None], 0).sum(2)
+
 
 def route(
     x_BTD: jax.Array,
     kernel_DE: Any,
     *,
     per_token: int,
+    shift_E: jax.Array | None = None,
     routing: str = "softmax_normalised",
     groups: int = 1,
     groups_per_token: int = 1,
@@ -76,6 +82,7 @@ def route(
       x_BTD: tokens.
       kernel_DE: of the router, an array or a :class:`jaxtrain.ops.linear.Kernel`.
       per_token: J.
+      shift_E: added to the logits.
       routing: one of :data:`ROUTINGS`.
       groups, groups_per_token: experts are chosen within so many of the groups of neighbours: those
         whose two best are best.
@@ -100,6 +107,8 @@ def route(
     x_BTD = jnp.where(live_BT1, x_BTD, 0)
     dtype = wide(x_BTD.dtype)
     logits_BTE = apply_kernel(_exact, x_BTD.astype(dtype), kernel_DE)
+    if shift_E is not None:
+        logits_BTE += shift_E.astype(dtype)
     logits_BTE, E = constrain(logits_BTE, "batch", "sequence", None), logits_BTE.shape[-1]
     if routing == "sigmoid":
         by_BTE = scores_BTE = jax.nn.sigmoid(logits_BTE)

@@ -58,15 +58,21 @@ def tiled_attention(
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
     kind = (mask.causal, mask.window, softcap, dropout)
-    form, short = _tiling(*kind, T, S, ordered=mask.positions is None)
+    ordered = mask.positions is None
+    form, short = _tiling(*kind, T, S, ordered=ordered, leading=mask.leading)
     numbers, rng = mask.numbers, rng if dropout else None
     if mask.windowed is not None:
-        out_BGRTK = _either(form, short, mask.windowed, q, k, v, numbers, rng)
+        found = _either(form, short, mask.windowed, q, k, v, numbers, rng)
     else:
         bias_GRO = mask.bias
         if bias_GRO is not None:
             bias_GRO = bias_GRO.astype(wide(q.dtype)).reshape(G, H // G, -1)
-        out_BGRTK = (_tiled if short else _long)(form, q, k, v, numbers, bias_GRO, rng)
+        found = (_tiled if short else _long)(form, q, k, v, numbers, bias_GRO, rng)
+    out_BGRTK, lse_BGRT1 = found
+    if mask.sinks is not None:
+        sinks_GR11 = mask.sinks.astype(lse_BGRT1.dtype).reshape(G, H // G, 1, 1)
+        share_BGRT1 = jax.nn.sigmoid(lse_BGRT1 - sinks_GR11)
+        out_BGRTK = (share_BGRT1 * out_BGRTK).astype(q.dtype)
     return out_BGRTK.transpose(0, 3, 1, 2, 4).reshape(q_BTHK.shape)
 
 
@@ -95,7 +101,7 @@ class Part(NamedTuple):
     def backward(self, q_BGRTK, k_BGSK, v_BGSK, numbers, out_BGRTK, lse_BGRT1, d_out_BGRTK):
         """Returns the gradients of queries, keys and values; the result, its log-sum-exp and its
         gradient are those of all parts together."""
-        saved = (q_BGRTK, k_BGSK, v_BGSK, out_BGRTK, lse_BGRT1, d_out_BGRTK)
+        saved = (q_BGRTK, k_BGSK, v_BGSK, out_BGRTK, lse_BGRT1, d_out_BGRTK, 0.0)
         return _d_apart(*self._tiling(q_BGRTK, k_BGSK, numbers), *saved, numbers)
 
     def _tiling(self, q_BGRTK, k_BGSK, numbers) -> tuple["_Form", bool]:
@@ -115,6 +121,7 @@ class _Form(NamedTuple):
     keys: int
     queries: int  # with those that fill up tiles
     ordered: bool = True  # query t stands where key t does
+    leading: int = 0
 
 
 def _tiling(
@@ -126,12 +133,13 @@ def _tiling(
     S: int,
     *,
     ordered: bool,
+    leading: int = 0,
 ) -> tuple[_Form, bool]:
     """The form for T queries and S keys, and whether its tiles are written out."""
     block = tile_rows.value or _block(T)
     short = -(-T // block) <= UNROLLED
     queries = T if short else -(-T // block) * block
-    return _Form(causal, window, softcap, block, dropout, S, queries, ordered), short
+    return _Form(causal, window, softcap, block, dropout, S, queries, ordered, leading), short
 
 
 def _apart(form, short, q_BGRTK, k_BGSK, v_BGSK, numbers, rng=None):
@@ -142,16 +150,17 @@ def _apart(form, short, q_BGRTK, k_BGSK, v_BGSK, numbers, rng=None):
     return _long_forward(form, *inputs)[1][2:]
 
 
-def _d_apart(form, short, q, k, v, out, lse, d_out, numbers, rng=None):
+def _d_apart(form, short, q, k, v, out, lse, d_out, d_lse, numbers, rng=None):
     """The gradients of queries, keys and values of :func:`_apart`."""
+    d_found = d_out, d_lse
     if short:
-        return _backward(form, ((q, k, v, None, rng), (numbers, out, lse), None), d_out)[:3]
-    return _long_backward(form, ((q, k, v, numbers, None), rng, out, lse), d_out)[:3]
+        return _backward(form, ((q, k, v, None, rng), (numbers, out, lse), None), d_found)[:3]
+    return _long_backward(form, ((q, k, v, numbers, None), rng, out, lse), d_found)[:3]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
-    """Attention tiled over queries.
+    """Attention tiled over queries: the result, and the log-sum-exp of each query's scores.
 
     The backward pass computes the weights again from the saved log-sum-exp (Dao et al. 2022,
     https://arxiv.org/abs/2205.14135), so nothing of size T x S outlives a tile, but where the
@@ -164,15 +173,16 @@ def _tiled(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
 def _forward(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
     out_BGRTK, lse_BGRT1, scores = _attend(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng)
     saved = (q_BGRTK, k_BGSK, v_BGSK, bias_GRO, rng)
+    found = out_BGRTK, lse_BGRT1
     if not _keeps(form, q_BGRTK):
-        return out_BGRTK, (saved, (numbers, out_BGRTK, lse_BGRT1), None)
+        return found, (saved, (numbers, *found), None)
     # From the log-sum-exp and not from what the result was made of: where a block is rematerialised
     # and its log-sum-exp saved, they cost one product and one exponential.
     weights = [
         jnp.exp(tile - _merge(lse_BGRT1[:, :, :, rows]))
         for tile, (rows, _) in zip(scores, _tiles(q_BGRTK.shape[3], form), strict=True)
     ]
-    return out_BGRTK, (saved, None, weights)
+    return found, (saved, None, weights)
 
 
 def _keeps(form: _Form, q_BGRTK: jax.Array) -> bool:
@@ -207,18 +217,21 @@ def _attend(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
     return out_BGRTK, lse_BGRT1, tiles
 
 
-def _backward(form, saved, d_out_BGRTK):
+def _backward(form, saved, d_found):
     (q_BGRTK, k_BGSK, v_BGSK, bias_GRO, rng), results, weights = saved
+    d_out_BGRTK, d_lse_BGRT1 = d_found
     whole_rows = (q_BGRTK, d_out_BGRTK)
     if weights is None:
         numbers, out_BGRTK, lse_BGRT1 = results
-        whole_rows += (_delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
+        whole_rows += (_delta(out_BGRTK, d_out_BGRTK) - d_lse_BGRT1, lse_BGRT1)
+    else:
+        whole_rows += (d_lse_BGRT1,)
 
     def d_tile(tile, rows, keys, before):
         of_rows = [x[:, :, :, rows] for x in whole_rows]
         of_keys = k_BGSK[:, :, keys], v_BGSK[:, :, keys]
         if weights is not None:
-            return _d_weighted(form, weights[tile], None, *of_rows, None, of_keys, rng, tile)
+            return _d_weighted(form, weights[tile], None, *of_rows, of_keys, rng, tile, summed=True)
         if tile and platform() == "gpu":
             # Else XLA's scheduler has the scores of all tiles in memory at once, and those that a
             # rematerialised layer has computed for its forward pass as well.
@@ -291,15 +304,16 @@ def _long_forward(form, q_BGRTK, k_BGSK, v_BGSK, numbers, bias_GRO, rng):
     (out, total, peak), _ = jax.lax.scan(step, _pin(start), _places(form, T))
     out_BGRTK = checkpoint_name((out / total).astype(dtype)[:, :, :, :T], SAVED[0])
     lse_BGRT1 = checkpoint_name((peak + jnp.log(total))[:, :, :, :T], SAVED[1])
-    return out_BGRTK, (inputs, rng, out_BGRTK, lse_BGRT1)
+    return (out_BGRTK, lse_BGRT1), (inputs, rng, out_BGRTK, lse_BGRT1)
 
 
-def _long_backward(form, saved, d_out_BGRTK):
+def _long_backward(form, saved, d_found):
     inputs, rng, out_BGRTK, lse_BGRT1 = saved
+    d_out_BGRTK, d_lse_BGRT1 = d_found
     T, dtype = inputs[0].shape[3], inputs[0].dtype
     q, k, v, numbers, bias = _padded(form, *inputs)
     # Rows of padding have no gradient, so they add none, whatever their weights.
-    others = (d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK), lse_BGRT1)
+    others = (d_out_BGRTK, _delta(out_BGRTK, d_out_BGRTK) - d_lse_BGRT1, lse_BGRT1)
     whole_rows = (q, *(_pad(form, x, axis=3) for x in others))
 
     def step(sums, place):
@@ -346,17 +360,17 @@ def _either_forward(form, short, windowed, q_BGRTK, k_BGSK, v_BGSK, numbers, rng
     found = jax.lax.cond(windowed, *sides, q_BGRTK, k_BGSK, v_BGSK)
     out_BGRTK, lse_BGRT1 = map(checkpoint_name, _pin(found), SAVED)
     inputs = (windowed, q_BGRTK, k_BGSK, v_BGSK, numbers, rng)
-    return out_BGRTK, (inputs, out_BGRTK, lse_BGRT1)
+    return (out_BGRTK, lse_BGRT1), (inputs, out_BGRTK, lse_BGRT1)
 
 
-def _either_backward(form, short, saved, d_out_BGRTK):
+def _either_backward(form, short, saved, d_found):
     (windowed, q, k, v, numbers, rng), out, lse = saved
 
     def side(form):
         return lambda *kept: _d_apart(form, short, *kept, numbers, rng)
 
     sides = side(form), side(form._replace(window=None))
-    d_qkv = _pin(jax.lax.cond(windowed, *sides, q, k, v, out, lse, d_out_BGRTK))
+    d_qkv = _pin(jax.lax.cond(windowed, *sides, q, k, v, out, lse, *d_found))
     return None, *d_qkv, None, None
 
 
@@ -378,16 +392,18 @@ def _d_tile(form: _Form, of_rows, of_keys, starts, numbers, bias_GRO, rng, tile)
     return _d_weighted(form, weights, slope, q, d_out, delta, of_keys, rng, tile)
 
 
-def _d_weighted(form: _Form, weights, slope, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile):
+def _d_weighted(
+    form: _Form, weights, slope, q_BGRTK, d_out_BGRTK, delta_BGRT1, of_keys, rng, tile, summed=False
+):
     """Computes the gradients of :func:`_d_tile` from the tile's weights and the slope of its soft
-    cap, None without one; a ``delta_BGRT1`` of None is summed from the weights."""
+    cap, None without one; with ``summed`` delta is summed from the weights, and what is given for
+    it is the cotangent of the log-sum-exp, which lessens it."""
     (k, v), dtype, scale = of_keys, q_BGRTK.dtype, q_BGRTK.shape[-1] ** -0.5
     q_BGNK, d_out_BGNK = _merge(q_BGRTK), _merge(d_out_BGRTK)
     d_weights = _drop(wide_einsum("bgnk,bgsk->bgns", d_out_BGNK, v), form, rng, tile)
-    if delta_BGRT1 is None:
-        delta = (weights * d_weights).sum(axis=-1, keepdims=True)
-    else:
-        delta = _merge(delta_BGRT1)
+    delta = _merge(delta_BGRT1)
+    if summed:
+        delta = (weights * d_weights).sum(axis=-1, keepdims=True) - delta
     of_scores = weights * (d_weights - delta)
     of_scores = of_scores if slope is None else of_scores * slope
     d_scores = (scale * of_scores).astype(dtype)
@@ -421,7 +437,11 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, numbers, bias_GRO) -> jax.Arra
             near.append(s_S < form.keys)
         if form.window is not None:
             # Where attention is causal, what comes later is masked already.
-            near.append((t_N1 - s_S if form.causal else jnp.abs(t_N1 - s_S)) < form.window)
+            within = (t_N1 - s_S if form.causal else jnp.abs(t_N1 - s_S)) < form.window
+            if form.leading:
+                within |= s_S < form.leading
+                within = within if form.causal else within | (t_N1 < form.leading)
+            near.append(within)
         if near:
             seen = functools.reduce(jnp.logical_and, near)
             scores_BGNS = jnp.where(seen, scores_BGNS, MASKED)
@@ -482,9 +502,16 @@ def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
         return [(slice(0, T), slice(0, form.keys))]
     ends = [min(start + form.block, T) for start in range(0, T, form.block)]
     return [
-        (slice(start, end), slice(_first_key(form, start), _end_of_keys(form, end)))
+        (slice(start, end), slice(*_keys_of(form, start, end)))
         for start, end in zip(range(0, T, form.block), ends, strict=True)
     ]
+
+
+def _keys_of(form: _Form, start: int, end: int) -> tuple[int, int]:
+    """Where the keys that any row of a tile may see begin and end."""
+    whole = form.leading > start and not form.causal
+    first = 0 if form.leading else _first_key(form, start)
+    return first, form.keys if whole else _end_of_keys(form, end)
 
 
 def _first_key(form: _Form, row: int) -> int:
@@ -508,7 +535,8 @@ def _places(form: _Form, T: int) -> jax.Array:
         (row, key)
         for row in rows
         for key in keys
-        if key < _end_of_keys(form, row + form.block) and key + form.block > _first_key(form, row)
+        if (key < _end_of_keys(form, row + form.block) or (row < form.leading and not form.causal))
+        and (key + form.block > _first_key(form, row) or key < form.leading)
     ]
     return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
 

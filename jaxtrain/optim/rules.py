@@ -265,13 +265,14 @@ def lion(parts: Parts, *, b1=0.9, b2=0.99, moment_dtype=None) -> Stages:
 
 @rule(learning_rate=1e-2)
 def lamb(parts: Parts, *, b1=0.9, b2=0.999, eps=1e-6, trust_mask=None, moment_dtype=None) -> Stages:
-    """LAMB (You et al. 2019, https://arxiv.org/abs/1904.00962), per layer.
+    """LAMB (You et al. 2019, https://arxiv.org/abs/1904.00962), per layer and expert.
 
     The trust ratio scales the weight decay too. ``trust_mask`` says which parameters take it, as
     ``decay_mask``; by default those that decay, as in the authors' code.
     """
     trust = _trust(parts, trust_mask)
-    ratio = layerwise.scale_by_lamb_trust_ratio(trust, stacked=parts.stacked)
+    stacked = masks.per_matrix(parts.params, parts.stacked)
+    ratio = layerwise.scale_by_lamb_trust_ratio(trust, stacked=stacked)
     return [_adam(b1, b2, eps, mu_dtype=moment_dtype), parts.decay, ratio, parts.rate]
 
 
@@ -285,7 +286,7 @@ def lars(
     trust_mask=None,
     moment_dtype=None,
 ) -> Stages:
-    """LARS (You et al. 2017, https://arxiv.org/abs/1708.03888, algorithm 1), per layer.
+    """LARS (You et al. 2017, https://arxiv.org/abs/1708.03888, algorithm 1), per layer and expert.
 
     The paper accumulates steps, not gradients: the learning rate goes before the momentum. The
     trust ratio, with ``trust_coefficient`` for the paper's eta, scales the weight decay too.
@@ -295,7 +296,7 @@ def lars(
         _trust(parts, trust_mask),
         parts.strengths,
         trust_coefficient=trust_coefficient,
-        stacked=parts.stacked,
+        stacked=masks.per_matrix(parts.params, parts.stacked),
     )
     return [ratio, parts.rate, _trace(momentum, nesterov, moment_dtype)]
 

@@ -47,6 +47,14 @@ FORMS["deepseek"] = dataclasses.replace(
     dense_layers=1,
     shared_experts=1,
 )
+FORMS["gpt oss"] = dataclasses.replace(
+    EXPERTS,
+    bias=True,
+    sinks=True,
+    mlp="swiglu_clamped",
+    window=5,
+    window_pattern=(True, False),
+)
 FORMS["dense first"] = dataclasses.replace(EXPERTS, dense_layers=1, dense_width=48, dropout=0.1)
 FORMS["experts, biased"] = dataclasses.replace(EXPERTS, routing="sigmoid", balance_over="step")
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
@@ -62,6 +70,10 @@ CASES = [
     ("deepseek", 16, "fsdp=2,expert=2,tensor=2", {}),
     *slow(
         ("experts", 16, "fsdp=2,expert=2,tensor=2", {}),
+        ("gpt oss", 16, "fsdp=2,expert=2,tensor=2", {}),
+        ("gpt oss", 4, "context=2,tensor=2,data=2", {}),
+        ("gpt oss", 16, "context=8", {}),
+        ("gpt oss", 4, "pipe=2,expert=2,data=2", {"remat": "none"}),
         ("deepseek", 16, "data=2,tensor=4", {}),
         ("deepseek", 16, "fsdp=8,zero=3", {}),
         ("deepseek", 16, "expert=4,context=2", {}),

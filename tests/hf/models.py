@@ -43,6 +43,8 @@ ROPES = {
 }
 GEMMA3 = GEMMA | dict(sliding_window=5, rope_parameters=ROPES, num_hidden_layers=7)
 
+GPT_OSS = SIZES | dict(num_hidden_layers=3, head_dim=12, sliding_window=5, intermediate_size=20)
+GPT_OSS |= dict(num_local_experts=5, num_experts_per_tok=3)
 DEEPSEEK = SIZES | dict(num_hidden_layers=3, num_key_value_heads=4, first_k_dense_replace=1)
 DEEPSEEK |= dict(q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4)
 DEEPSEEK |= dict(v_head_dim=6, n_routed_experts=8, n_shared_experts=2, num_experts_per_tok=3)
@@ -108,6 +110,13 @@ MODELS = {
     "qwen3 moe, not normalised": (
         "qwen3_moe",
         SIZES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, head_dim=8),
+    ),
+    "gpt oss": ("gpt_oss", GPT_OSS),
+    "gpt oss, other windows": (
+        "gpt_oss",
+        GPT_OSS
+        | dict(layer_types=["full_attention"] * 2 + ["sliding_attention"])
+        | dict(rope_parameters=YARN | dict(beta_slow=1.0)),
     ),
     "deepseek v3": ("deepseek_v3", DEEPSEEK),
     "deepseek v3, halves": (

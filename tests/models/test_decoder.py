@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -30,7 +31,8 @@ B, T = 4, 8
 # Values, shapes and memory are what these tests look at: machine code need not be fast.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
-both_forms = pytest.mark.parametrize("form", FORMS)
+both_forms = pytest.mark.parametrize("form", list(FORMS))
+FORMS["sinusoidal"] = DecoderConfig(**SIZES, positions="sinusoidal", embed_scale=True)
 
 
 @functools.cache
@@ -83,8 +85,10 @@ def assert_close(a, b, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), a, b)
 
 
-@both_forms
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    ("form", "documents"),
+    [*itertools.product(("gpt2", "llama"), (False, True)), ("sinusoidal", True)],
+)
 def test_loss_and_logits_are_those_of_the_definition(form, documents):
     config, params, batch = FORMS[form], params_of(form), batch_of(documents)
     got = quick_jit(decoder.loss_fn(config))(params, batch, None)
@@ -386,6 +390,7 @@ def test_presets_have_the_published_sizes():
     } == {
         "tiny": decoder.parameter_count(decoder.tiny()),
         "tiny-moe": decoder.parameter_count(decoder.tiny_moe()),
+        "tiny-deepseek": decoder.parameter_count(decoder.tiny_deepseek()),
         "gpt2-124m": 124_439_808,
         "llama-1b": 1_100_048_384,
         "llama-7b": 6_738_415_616,
@@ -397,6 +402,8 @@ def test_presets_have_the_published_sizes():
         "mixtral-8x7b": 46_702_792_704,
         "olmoe-1b-7b": 6_919_161_856,
         "qwen3-30b-a3b": 30_532_122_624,
+        "gpt-oss-20b": 20_914_757_184,
+        "gpt-oss-120b": 116_829_156_672,
         "deepseek-v3": 671_026_419_200,
         "gemma2-2b": 2_614_341_888,
         "gemma2-9b": 9_241_705_984,

@@ -10,9 +10,15 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from experiments.language import Source
+from jaxtrain import hf
 from jaxtrain.jaxprs import equations
 from jaxtrain.models import decoder
 from jaxtrain.models.config import BlockConfig
+from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoding import Cache, decoder_of
+from jaxtrain.models.experts import upcycled
+from jaxtrain.models.generate import generate_with_routes
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.ops.routing import TINY, route
 from tests import problems
@@ -76,6 +82,39 @@ def test_equal_experts_are_one_mlp():
     whole = jax.tree.map(lambda x, stack: jnp.concatenate([x[None], stack]), first, rest)
     one = loss_of(dense)(params | {"blocks": whole}, batch)
     np.testing.assert_allclose(loss_of(shared)(params, batch).total, one.total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("of_files", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_mixture_begins_as_the_dense_model_that_it_is_made_of(of_files, tmp_path):
+    """GPT-2's form, biases and all, from a folder, on a mesh that splits its experts; Llama's from
+    arrays."""
+    small = {"experts": None, "vocab_size": 61, "seq_len": 16, "layers": 2, "width": 32, "heads": 4}
+    form = DecoderConfig(**small) if of_files else dataclasses.replace(MOE, experts=None)
+    dense = problems.with_noise(decoder.init(form, jax.random.key(0)), 0.1)
+    config = dataclasses.replace(form, experts=4)
+    params = upcycled(dense, 4)
+    if of_files:
+        hf.save(tmp_path, form, dense)
+        params = Source(str(tmp_path), form, is_run=False).weights(config)
+    state = jt.init_state(
+        functools.partial(decoder.init, config),
+        optax.sgd(0.1),
+        jax.random.key(1),
+        params=params,
+        mesh=jt.make_mesh(fsdp=2, expert=4),
+        rules=decoder.RULES,
+    )
+    blocks = state.params["blocks"]["experts"]
+    assert float(jnp.abs(blocks["router"]["kernel"]).min()) > 0
+    assert blocks["up"]["kernel"].shape == (2, 4, 32, config.mlp_width)
+    tokens = batch_of()["tokens"]
+    alone = jax.tree.map(np.asarray, state.params)
+    found, wanted = (
+        jax.jit(functools.partial(decoder.logits, c))(p, tokens)
+        for c, p in ((config, alone), (form, dense))
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(wanted).max() > 0.5
 
 
 @pytest.mark.parametrize(
@@ -178,6 +217,7 @@ def test_no_backward_pass_chooses_again(remat):
     assert sum(eqn.primitive.name == "top_k" for eqn in equations(jaxpr)) == 1
 
 
+@pytest.mark.slow
 def test_routes_that_are_replayed_are_those_of_other_weights():
     params, batch = params_of(MOE), batch_of()
     routes = decoder.routes(MOE, params, batch)
@@ -191,12 +231,55 @@ def test_routes_that_are_replayed_are_those_of_other_weights():
     np.testing.assert_allclose(again, first, rtol=1e-6)
 
 
+def test_a_trainer_follows_the_routes_that_a_sampler_recorded():
+    """Whose weights are rounded to bfloat16, so that some tokens have other experts: by its routes
+    the log-probabilities of what it has drawn are off by rounding, and not by another expert."""
+    config = dict(layers=3, dense_layers=1, experts=8, experts_per_token=1, positions="rope")
+    config = dataclasses.replace(MOE, **config)
+    params = problems.with_noise(decoder.init(config, jax.random.key(0)), 0.1)
+    router = params["blocks"]["experts"]["router"]
+    kernel = router["kernel"][..., ::2]  # pairs of experts that are almost equally probable
+    router["kernel"] = jnp.stack([kernel, kernel * (1 + 2**-10)], -1).reshape(2, 32, 8)
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    given = np.random.default_rng(0).integers(0, 61, (4, 6))
+    lengths, rows = np.array([6, 3, 6, 1]), np.arange(4)[:, None]
+    drawn = {"prompt_lengths": lengths, "rng": jax.random.key(1), "max_new_tokens": 10}
+    new, routes = generate_with_routes(config, rounded, given, **drawn)
+    assert routes.shape == (4, 2, 15, 1)
+    at = lengths[:, None] + np.arange(10)
+    text = np.pad(given, ((0, 0), (0, 10)))
+    text[rows, at] = new
+    batch = {"tokens": jnp.asarray(text[:, :-1]), "targets": jnp.asarray(text[:, 1:])}
+
+    def sampled(params):
+        empty = (jnp.zeros((3, 4, heads, 15, k), jnp.bfloat16) for heads, k in config.block.cached)
+        start_B, count_B = jnp.zeros(4, int), jnp.full(4, 15)
+        read = Cache(*empty), batch["tokens"], start_B, count_B
+        logits_BTV, _ = decoder_of(config).extend_every(params, *read)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), batch["targets"][..., None], 2)
+
+    @jax.jit
+    def trained(params, batch):
+        return decoder.log_probs(config, params, decoder.run(config, params, batch), batch)
+
+    wanted = jax.jit(sampled)(rounded)[..., 0][rows, at - 1]
+    own = decoder.routes(config, params, batch)
+    other = (np.sort(own) != np.sort(routes)).any((1, 3))[rows, at - 1]
+    assert 0.1 < other.mean() < 0.9
+    apart = [
+        np.abs(trained(params, x)[rows, at - 1] - wanted).max()
+        for x in (batch, batch | {"routes": routes})
+    ]
+    assert apart[1] < 0.02, apart
+    assert apart[0] > 4 * apart[1], apart
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"experts": 4, "experts_per_token": 5}, "experts_per_token=5 is more than experts=4"),
         ({"shared_experts": 1}, "shared_experts=1 stand beside experts that are chosen"),
-        ({"experts": 4, "bias": True}, "bias=True gives dense layers biases"),
+        ({"experts": 4, "bias": True, "routing": "sigmoid"}, "bias=True gives a router a bias"),
         ({"experts": 4, "balance": -1.0}, "balance=-1.0 must be at least 0"),
         (
             {"experts": 4, "groups": 3},

@@ -54,10 +54,25 @@ FORMS["deepseek"] = DecoderConfig(
     dense_width=20,
     rope_scaling=YarnScaling(4.0, 8, 1.0, all_dim=1.0),
 )
+FORMS["gpt oss"] = DecoderConfig(
+    **SIZES,
+    kv_heads=2,
+    sinks=True,
+    window=3,
+    window_pattern=(True, False),
+    positions="rope",
+    norm="rmsnorm",
+    mlp="swiglu_clamped",
+    experts=4,
+    mlp_width=6,
+)
 PROMPTS = np.array([[3, 1, 4, 1], [5, 9, 0, 0]], np.int32)
 LENGTHS = np.array([4, 2], np.int32)
 
-both_forms = pytest.mark.parametrize("form", FORMS)
+both_forms = pytest.mark.parametrize("form", list(FORMS))
+FORMS["sinusoidal"] = DecoderConfig(
+    **SIZES, positions="sinusoidal", embed_scale=True, window=3, global_tokens=2
+)
 
 
 @functools.cache
@@ -114,7 +129,7 @@ def test_cached_logits_are_the_uncached_ones(form):
         np.testing.assert_allclose(z, last_logits(form, rows), atol=1e-5)
 
 
-@pytest.mark.parametrize(("form", "penalty"), [("gpt2", 1.7), ("llama", 1.0)])
+@pytest.mark.parametrize(("form", "penalty"), [("gpt2", 1.7), ("llama", 1.0), ("sinusoidal", 1.0)])
 def test_greedy_tokens_are_those_of_the_uncached_forward(form, penalty):
     got = generate(
         FORMS[form],

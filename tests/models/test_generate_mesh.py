@@ -29,6 +29,7 @@ EXPERTS = dataclasses.replace(GPT, experts=4, mlp_width=32)
 GPTS = {
     "gpt": GPT,
     "deepseek": dataclasses.replace(FORMS["deepseek"], layers=5),
+    "gpt oss": dataclasses.replace(FORMS["gpt oss"], layers=5),
     "experts": EXPERTS,
     "gpt, one key head": ONE_KV_HEAD,
     "gpt, layers of two kinds": TWO_KINDS,
@@ -49,6 +50,7 @@ COMBINATIONS = [
     pytest.param("experts", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("deepseek", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("deepseek", "expert4-tensor2", marks=slow),
+    pytest.param("gpt oss", "expert4-tensor2", marks=slow),
     pytest.param("gpt, one key head", "data2-tensor4", marks=slow),
     pytest.param("gpt", "fsdp4-tensor2", marks=slow),
     pytest.param("gpt", "data2-tensor4", marks=slow),

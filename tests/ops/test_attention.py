@@ -25,7 +25,18 @@ from jaxtrain.sharding.mesh import make_mesh
 
 
 def definition(
-    xp, q_BTHK, k_BTGK, v_BTGK, *, causal, segments_BT, window=None, softcap=None, factors_BHTT=1.0
+    xp,
+    q_BTHK,
+    k_BTGK,
+    v_BTGK,
+    sinks_H=None,
+    *,
+    causal,
+    segments_BT,
+    window=None,
+    leading=0,
+    softcap=None,
+    factors_BHTT=1.0,
 ):
     """The formula, keys and values repeated; ``xp`` is numpy or jax.numpy."""
     T, H, K = q_BTHK.shape[1:]
@@ -34,11 +45,17 @@ def definition(
     scores = scores if softcap is None else softcap * xp.tanh(scores / softcap)
     seen = xp.tril(xp.ones((T, T), bool))[None] if causal else xp.ones((1, T, T), bool)
     if window is not None:
-        seen = seen & (abs(xp.arange(T)[:, None] - xp.arange(T)) < window)
+        near = abs(xp.arange(T)[:, None] - xp.arange(T)) < window
+        first = xp.arange(T) < leading
+        seen = seen & (near | first | (first[:, None] & (not causal)))
     if segments_BT is not None:
         seen = seen & (segments_BT[:, :, None] == segments_BT[:, None, :])
-    weights = xp.where(seen[:, None], xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    return xp.einsum("bhts,bshk->bthk", factors_BHTT * weights / weights.sum(-1, keepdims=True), v)
+    top = scores.max(-1, keepdims=True)
+    weights = xp.where(seen[:, None], xp.exp(scores - top), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    if sinks_H is not None:
+        total = total + xp.exp(sinks_H[:, None, None] - top)
+    return xp.einsum("bhts,bshk->bthk", factors_BHTT * weights / total, v)
 
 
 def arrays(seed, *, B=2, T=7, H=4, G=2, K=4, documents=None):
@@ -54,7 +71,8 @@ def arrays(seed, *, B=2, T=7, H=4, G=2, K=4, documents=None):
     seed=st.integers(0, 99),
     T=st.integers(1, 9),
     groups=st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1)]),
-    causal=st.sampled_from([False, True, 1, 3, -2, -3]),  # a window, see seen_by
+    # A window, and how many are seen beyond it, see seen_by.
+    causal=st.sampled_from([False, True, 1, 3, -2, -3, (2, 3), (-2, 1), (-3, 4)]),
     documents=st.sampled_from([None, 3]),
     softcap=st.sampled_from([None, 0.7]),
     block=st.sampled_from([1, 2, 4, None]),
@@ -69,16 +87,30 @@ def test_values_are_those_of_the_definition(seed, T, groups, causal, documents, 
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def masked(q, k, v, *, block=None, softcap=None, segments_BT=None, dropout=0.0, rng=None, **seen):
+def masked(
+    q,
+    k,
+    v,
+    sinks=None,
+    *,
+    block=None,
+    softcap=None,
+    segments_BT=None,
+    dropout=0.0,
+    rng=None,
+    **seen,
+):
     """Attention by the arguments of the definition, in tiles of ``block`` rows."""
-    mask = Mask(segments=segments_BT, **seen)
+    mask = Mask(segments=segments_BT, sinks=sinks, **seen)
     with tiled.tile_rows(block):
         return attention(q, k, v, mask, softcap=softcap, dropout=dropout, rng=rng)
 
 
 def seen_by(causal):
     """The arguments of a case: a number is the window of causal attention, or below 0 of other."""
-    return {"causal": causal > 0, "window": None if isinstance(causal, bool) else abs(causal)}
+    causal, leading = causal if isinstance(causal, tuple) else (causal, 0)
+    window = None if isinstance(causal, bool) else abs(causal)
+    return {"causal": causal > 0, "window": window, "leading": leading}
 
 
 @pytest.mark.parametrize(
@@ -122,27 +154,38 @@ def test_no_fused_kernel_takes_a_bias():
     q = jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=r"bias has shape \(2, 4\): give \(2, 7\)"):
         attention(q, q, q, Mask(bias=jnp.ones((2, 4))))
+    with pytest.raises(ValueError, match=r"sinks have shape \(3,\): give \(2,\)"):
+        attention(q, q, q, Mask(sinks=jnp.ones(3)))
     with pytest.raises(ValueError, match="key_segments needs segments"):
         attention(q, q, q, Mask(key_segments=jnp.ones((1, 4), int)))
 
 
 @pytest.mark.parametrize(
-    ("causal", "documents", "softcap"),
-    [(True, None, None), (True, 3, None), (False, None, 0.7), (-3, 2, None), (4, 2, 0.7)],
+    ("causal", "documents", "softcap", "sinks"),
+    [
+        (True, None, None, None),
+        (True, 3, None, True),
+        (False, None, 0.7, None),
+        (-3, 2, None, None),
+        ((2, 3), 2, 0.7, True),
+        ((-2, 2), None, None, None),
+    ],
 )
-def test_gradients_are_those_of_the_definition(causal, documents, softcap):
+def test_gradients_are_those_of_the_definition(causal, documents, softcap, sinks):
     q, k, v, segments = arrays(3, documents=documents)
+    given = (q, k, v, *([np.array([0.5, -1.0, 2.0, 0.0])] if sinks else []))
+    every = tuple(range(len(given)))
     with jax.enable_x64(True):
 
-        def loss(function, *qkv):
-            out = function(*qkv, **seen_by(causal), segments_BT=segments, softcap=softcap)
+        def loss(function, *given):
+            out = function(*given, **seen_by(causal), segments_BT=segments, softcap=softcap)
             return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum()
 
         for block in (1, 3, 7):  # seven tiles make a loop, three are written out
             ours = functools.partial(masked, block=block)
-            got = jax.jit(jax.grad(functools.partial(loss, ours), (0, 1, 2)))(q, k, v)
+            got = jax.jit(jax.grad(functools.partial(loss, ours), every))(*given)
             plain = functools.partial(definition, jnp)
-            expected = jax.jit(jax.grad(functools.partial(loss, plain), (0, 1, 2)))(q, k, v)
+            expected = jax.jit(jax.grad(functools.partial(loss, plain), every))(*given)
             for a, b in zip(got, expected, strict=True):
                 assert a.dtype == jnp.float64
                 np.testing.assert_allclose(a, b, atol=1e-12)

@@ -34,11 +34,11 @@ def by_hand(form, x, weights, gates, experts, dy):
         if (e := experts[place]) == E:
             continue
         own, token, gate = {n: w[e] for n, w in weights.items()}, x[b, t], gates[place]
-        up = token @ own["up"]
+        up = token @ own["up"] + own.get("up_bias", 0)
         if form == "relu":
             hidden, slopes = np.maximum(up, 0), {"up": (up > 0) * 1.0}
         else:
-            g = token @ own["gate"]
+            g = token @ own["gate"] + own.get("gate_bias", 0)
             s = 1 / (1 + np.exp(-g))
             hidden, slopes = g * s * up, {"up": g * s, "gate": (s + g * s * (1 - s)) * up}
         y, dhidden = hidden @ own["down"], gate * (own["down"] @ dy[b, t])
@@ -47,6 +47,8 @@ def by_hand(form, x, weights, gates, experts, dy):
         dweights["down"][e] += gate * np.outer(hidden, dy[b, t])
         for name, slope in slopes.items():
             dweights[name][e] += np.outer(token, slope * dhidden)
+            if f"{name}_bias" in own:
+                dweights[f"{name}_bias"][e] += slope * dhidden
             dx[b, t] += own[name] @ (slope * dhidden)
     return out, dx, dweights, dgates
 
@@ -54,6 +56,7 @@ def by_hand(form, x, weights, gates, experts, dy):
 @pytest.mark.parametrize(
     ("form", "case"),
     [
+        ("swiglu", "spread, biased"),
         ("swiglu", "tiles of two sizes"),
         ("swiglu", "one expert takes every token"),
         pytest.param("relu", "empty experts", marks=pytest.mark.slow),
@@ -67,6 +70,8 @@ def test_values_and_gradients(form, case):
     x, dy = random.normal(size=(2, B, T, D))
     names = ("up", "gate") if form == "swiglu" else ("up",)
     weights = {name: random.normal(size=(E, D, F)) for name in names}
+    if case == "spread, biased":
+        weights |= {f"{name}_bias": random.normal(size=(E, F)) for name in names}
     weights["down"] = random.normal(size=(E, F, D))
     gates = random.uniform(size=(B, T, J))
     if case == "poisoned padding":

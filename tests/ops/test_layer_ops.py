@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.ops.activations import geglu, geglu_exact, gelu, relu, swiglu
+from jaxtrain.ops.activations import geglu, geglu_exact, gelu, relu, swiglu, swiglu_clamped
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
@@ -34,6 +34,11 @@ def plain_swiglu(gate, up):
     return gate / (1 + jnp.exp(-gate)) * up
 
 
+def plain_clamped(gate, up):
+    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+    return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+
+
 def exact_geglu(gate, up):
     return jax.nn.gelu(gate, approximate=False) * up
 
@@ -44,6 +49,7 @@ CASES = {
     "rms_norm": (functools.partial(rms_norm, eps=EPS), plain_rms_norm, (WIDE, ROW)),
     "gelu": (gelu, plain_gelu, (WIDE,)),
     "swiglu": (swiglu, plain_swiglu, (WIDE, WIDE)),
+    "swiglu_clamped": (swiglu_clamped, plain_clamped, (WIDE, WIDE)),
     "geglu": (geglu, lambda gate, up: plain_gelu(gate) * up, (WIDE, WIDE)),
     "geglu_exact": (geglu_exact, exact_geglu, (WIDE, WIDE)),
     "relu": (relu, jax.nn.relu, (WIDE,)),

@@ -115,16 +115,17 @@ def test_muon_leaves_tables_and_vectors_to_adamw():
     assert sum(path.endswith("/mu/wte") for path in moments) == 1
 
 
-def test_muon_orthogonalises_the_kernel_of_each_expert():
+@pytest.mark.parametrize("name", ["muon", "lamb", "lars"])
+def test_the_kernel_of_each_expert_is_a_parameter_of_its_own(name):
     rng = np.random.default_rng(2)
     g_LEDF = rng.normal(size=(2, 3, 4, 5)).astype(np.float32)
-    muon = make_optimizer("muon", 0.1, weight_decay=0.1, stacked=(r"^blocks/",))
-    alone = make_optimizer("muon", 0.1, weight_decay=0.1)
+    whole = make_optimizer(name, 0.1, weight_decay=0.1, stacked=(r"^blocks/",))
+    alone = make_optimizer(name, 0.1, weight_decay=0.1)
 
     def update(tx, tree):
         return jit(lambda p: tx.update(p, tx.init(p), p)[0])(tree)
 
-    together = update(muon, {"blocks": {"experts": {"up": g_LEDF}}})["blocks"]["experts"]["up"]
+    together = update(whole, {"blocks": {"experts": {"up": g_LEDF}}})["blocks"]["experts"]["up"]
     for at in np.ndindex(2, 3):
         expected = update(alone, {"up": g_LEDF[at]})["up"]
         np.testing.assert_allclose(together[at], expected, rtol=1e-5, atol=1e-6)
