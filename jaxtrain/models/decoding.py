@@ -207,7 +207,7 @@ class CausalDecoder:
             return self._layer(layer_params, l, x_BPD, None, attend)
 
         x_BPD = decoder.embed(self.config, params, {"tokens": tokens_BP})
-        x_BPD, kept_LBPGK = _scan(layer, x_BPD, params["blocks"], self._before(params))
+        x_BPD, kept_LBPGK = scan_layers(layer, x_BPD, params["blocks"], self._before(params))
         room = cache_length(tokens_BP.shape[1] + room) - tokens_BP.shape[1]
         padding = ((0, 0), (0, 0), (0, 0), (0, room), (0, 0))
         kept = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kept_LBPGK)
@@ -396,11 +396,13 @@ def _read(
 
         return layer(layer_params, l, x_BCD, attend_and_keep)
 
-    x_BCD, new_LBGCK = _scan(step, x_BCD, stack, before)
+    x_BCD, new_LBGCK = scan_layers(step, x_BCD, stack, before)
     return x_BCD, cache.written(new_LBGCK, start_B, count_B)
 
 
-def _scan(step: Callable, x: jax.Array, stack: Any, before: Sequence[Any]) -> tuple[jax.Array, Any]:
+def scan_layers(
+    step: Callable, x: jax.Array, stack: Any, before: Sequence[Any]
+) -> tuple[jax.Array, Any]:
     """``jax.lax.scan(step, x, (stack, numbers))`` of layers, of which some come ``before`` the
     stack: their numbers are integers."""
     outs = []

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models import decoder, layers
+from jaxtrain.models import attending, decoder
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder, Pages
+from jaxtrain.models.decoding import CausalDecoder, Pages, scan_layers
 from jaxtrain.ops.cached import Tiles
 from jaxtrain.ops.per_device import not_taken_over, split_over
 
@@ -81,10 +81,12 @@ class ExactDecoder(CausalDecoder):
 
     def _empty(self, params, rows, positions):
         """Pages of so many rows of their own."""
-        P, block = -(-positions // TILE), self.config.block
-        shape = self.config.layers, 1 + rows * P, block.kv_heads, TILE, block.head_dim
-        nothing = jnp.zeros(shape, params["embed"]["tokens"].dtype)
-        return Pages(nothing, nothing, 1 + jnp.arange(rows * P).reshape(rows, P))
+        P, dtype = -(-positions // TILE), params["embed"]["tokens"].dtype
+        k, v = (
+            jnp.zeros((self.config.layers, 1 + rows * P, heads, TILE, features), dtype)
+            for heads, features in self.config.block.cached
+        )
+        return Pages(k, v, 1 + jnp.arange(rows * P).reshape(rows, P))
 
     def _extended(self, params, cache, tokens_BC, start_B, count_B):
         B, C = tokens_BC.shape
@@ -120,7 +122,7 @@ class ExactDecoder(CausalDecoder):
             x_N1D, *pages = carry
             layer_params, l = params_and_index
 
-            def attend(q_N1HK, *new):
+            def attend(q_N1HK, *new, **sinks):
                 kept = [
                     x.at[l, page_N, :, at_N % TILE].set(_bits(y_N1GK[:, 0]))
                     for x, y_N1GK in zip(pages, new, strict=True)
@@ -129,15 +131,19 @@ class ExactDecoder(CausalDecoder):
                 numbers = functools.partial(jax.lax.bitcast_convert_type, new_dtype=dtype)
                 tiles = Tiles(TILE, lambda t: tuple(map(numbers, read(t))))
                 own = (x.swapaxes(1, 2) for x in new)
-                return layers.step_attention(self.config.block, l, q_N1HK, *own, at_N, tiles), kept
+                return attending.step_attention(
+                    self.config.block, l, q_N1HK, *own, at_N, tiles, **sinks
+                ), kept
 
+            if self.config.kv_rank is not None:
+                attend = attending.Absorbed(attend)
             x_N1D, pages = self._layer(layer_params, l, x_N1D, at_N[:, None], attend)
             return (x_N1D, *pages), None
 
         batch = {"tokens": tokens_N[:, None], "positions": at_N[:, None]}
         x_N1D = decoder.embed(self.config, params, batch)
-        xs = params["blocks"], jnp.arange(self.config.layers)
-        (x_N1D, k, v), _ = jax.lax.scan(layer, (x_N1D, k, v), xs)
+        stack = params["blocks"], self._before(params)
+        (x_N1D, k, v), _ = scan_layers(layer, (x_N1D, k, v), *stack)
         return x_N1D[:, 0], k, v
 
 

@@ -149,7 +149,11 @@ def conduct(
         )
     if not done:
         print("interrupted: the same command goes on with the study", file=sys.stderr)
-    return trials if done else None
+        return None
+    spent = runs.seconds([trial.number for trial in trials.all()])
+    share = spent["compile"] / (spent.total() or 1.0)
+    print(f"time         {spent.total():,.0f} s of all runs, {share:.0%} of it for compiling")
+    return trials
 
 
 def _check(options: StudyOptions, config: Any) -> None:

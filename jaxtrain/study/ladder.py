@@ -281,7 +281,7 @@ def conclude(
         words = runs.words({**forecast.size.values, "steps": forecast.steps})
         command = shlex.join(["python", *runs.command[1:], *words])
         console.print(f"command      {command}", soft_wrap=True)
-    beyond = "" if best.is_inside else ", which no size here is near: give other sizes"
+    beyond = "" if best.is_inside else ", beyond the sizes that were trained"
     console.print(
         f"best use     of {budget:.3g} FLOPs: {best.N:.3g} parameters in layers, {best.D:.3g} "
         f"tokens, loss {best.loss:.4g}{beyond}",
