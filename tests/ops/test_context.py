@@ -86,15 +86,15 @@ def test_keys_are_gathered_where_heads_are_too_few_and_queries_are_not():
 PADDED = [
     ({"data": 2, "context": 4}, (4, 1), None, {}, None),
     ({"context": 4, "tensor": 2}, (8, 2), 8, {"window": 9}, None),
-    ({"context": 8}, (4, 2), 1, {"window": 9}, None),
     ({"data": 2, "context": 4}, (6, 3), None, {"window": 5, "leading": 3}, None),
-    ({"context": 8}, (2, 1), 4, {"causal": False}, None),
     ({"context": 8}, (2, 2), None, {"causal": False, "window": 5}, None),
     # Pieces in zig-zag, whose tiles are a loop; windows that end within a device, and beyond.
     ({"context": 4, "tensor": 2}, (4, 1), 1, {}, "ring"),
     ({"context": 8}, (2, 1), None, {"window": 9, "windowed": True}, "ring"),
 ]
 MORE_PADDED = [
+    ({"context": 8}, (2, 1), 4, {"causal": False}, None),
+    ({"context": 8}, (4, 2), 1, {"window": 9}, None),
     ({"data": 2, "context": 4}, (4, 1), None, {}, "ring"),
     ({"context": 8}, (2, 1), None, {"length": 72}, "ring"),  # 9 positions are not halved
     ({"context": 8}, (2, 1), 1, {"window": 9, "windowed": False}, "ring"),
