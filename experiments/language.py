@@ -319,7 +319,8 @@ def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if {"width", "heads"} & given.keys():
         # These follow from the width unless the preset's are kept by keeping its width.
-        given |= {"kv_heads": None, "mlp_width": None, "head_dim": None}
+        follow = {"kv_heads", "mlp_width", "head_dim", "rope_dim", "v_dim"}
+        given |= dict.fromkeys(follow & {field.name for field in dataclasses.fields(kind)})
     if config.layout.attention is not None:
         given["attention"] = "auto"  # which leaves it to the layout
     model = dataclasses.replace(preset, **given | own)

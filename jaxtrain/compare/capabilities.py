@@ -178,14 +178,16 @@ def _models() -> Iterator[Capability]:
         ("Llama", "gpt", ("--model", "llama-1b"), "model"),
         ("Gemma", "gpt", ("--model", "gemma3-1b"), "model"),
         ("experts", "gpt", ("--model", "tiny-moe"), "model|expert"),
-        ("latent attention", "gpt", ("--model", "tiny-deepseek"), "model|expert|latent"),
+        # One more layer, as the first is no part of a pipeline's chunks.
+        ("latent attention", "gpt", ("--model", "tiny-deepseek", "--layers", "5"), "model|expert"),
         ("attention sinks", "gpt", ("--model", "gpt-oss-20b"), "model|expert|sinks"),
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
     ):
-        layout = "data=2,expert=2" if "expert" in called else ""
+        ours = "expert=2" if "expert" in called else ""
+        layout = "data=2,expert=2" if name == "experts" else ours
         own = {"module": f"experiments.{module}", "called": called}
         yield Capability(name, "model", flags, layout, **own)
 
@@ -399,6 +401,7 @@ def _runs() -> Iterator[Capability]:
     run = functools.partial(Capability, group="run")
     yield run("saved and resumed", check=whole_runs.resumed, called="resume|run")
     yield run("generation", check=whole_runs.generated, called="generat|model")
+    yield run("exact log-probabilities", check=whole_runs.exactly_scored, called="exact|model")
     gpt2 = {"flags": ("--model", "gpt2-124m"), "module": "experiments.gpt"}
     yield run("export", **gpt2, check=whole_runs.exported, called="export|model")
 

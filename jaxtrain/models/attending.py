@@ -25,8 +25,9 @@ from jaxtrain.ops.per_device import split_over
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
 from jaxtrain.sharding.placement import constrain
 
-# (q_BTHK, k_BTGK, v_BTGK) -> (out_BTHK, anything): training attends to the row itself, generation
-# to a cache that it hands back.
+# (q_BTHK, k_BTGK, v_BTGK, ...) -> (out_BTHK, anything): training attends to the row itself,
+# generation to a cache that it hands back. Behind the values stands what a cache has in their
+# place, and by name, sinks_H, a score of each head that has no key.
 Attend = Callable[..., tuple[jax.Array, Any]]
 # Of the norms of latent vectors, whatever that of other norms is.
 LATENT_EPS = 1e-6

@@ -216,10 +216,8 @@ class AttentionFields:
                     )
             return
         fill(self, v_dim=self.head_dim, rope_dim=2 * (self.head_dim // 6))
-        lacks = self.rope_theta is None or self.rope_dim is None or self.rope_dim >= self.head_dim
-        if self.v_dim > self.head_dim or self.kv_heads != self.heads:
-            lacks = True
-        if lacks or self.qk_norm or self.sinks:
+        fits = 0 < self.rope_dim < self.head_dim >= self.v_dim and self.kv_heads == self.heads
+        if self.rope_theta is None or not fits or self.qk_norm or self.sinks:
             raise ValueError(
                 f"kv_rank={self.kv_rank} is latent attention: it needs rotary positions, rope_dim="
                 f"{self.rope_dim} below head_dim={self.head_dim}, v_dim={self.v_dim} of at most "

@@ -79,7 +79,7 @@ class Experts(nnx.Module):
 
 
 class Kernels(nnx.Module):
-    """Kernels of several layers, stacked, and their biases."""
+    """Kernels of experts, stacked, and their biases."""
 
     def __init__(self, kernel: jax.Array, *, bias: bool) -> None:
         self.kernel = nnx.Param(kernel)

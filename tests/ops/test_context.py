@@ -190,6 +190,7 @@ def test_what_cannot_be_split_is_refused_before_it_is_compiled():
     for rows, asked, mask, said in (
         (2, None, bias, "size 4, and attention with a bias cannot gather keys"),
         (2, "ring", bias, "`exchange` is 'ring', and attention with a bias cannot"),
+        (2, "ring", Mask(sinks=jnp.ones(6)), "`exchange` is 'ring', and attention has sinks"),
         (2, "heads", Mask(), "`exchange` is 'heads', and 6 query heads are not divisible by"),
         (3, "ring", Mask(), "`exchange` is 'ring', and the batch's 3 rows are not divisible"),
         (2, "ring", Mask(window=2, leading=1), "'ring', and 1 positions are seen by all"),
