@@ -166,7 +166,10 @@ class Family:
         return theirs
 
     def rows_of(self, config: ModelConfig) -> tuple[dict[str, Row], Any]:
-        """Returns the row of every parameter of a model by its path, and the tree of shapes."""
+        """Returns the row of every parameter of a model by its path, and the tree of shapes; no
+        file has the shares of experts, which are of training."""
+        if getattr(config, "balance_over", "row") == "step":
+            config = dataclasses.replace(config, balance_over="row")
         shapes = jax.eval_shape(lambda: self.module.init(config, jax.random.key(0)))
         rows = {row.ours: row for row in self.rows}
         rows |= {row.ours: row for row in self.gated_rows if config.mlp in GATED}

@@ -26,6 +26,7 @@ from jaxtrain.host.paths import check_on_disk, exists, is_file, json_text, liste
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import Kind, Packed, pack
+from jaxtrain.optim.balance import SHARES
 from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
 
 SHARD_BYTES = 5 * 10**9
@@ -256,6 +257,7 @@ def save(
     is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
     leaves, shapes = {path_name(path): x for path, x in leaves}, named_leaves(shapes)
+    leaves = {path: x for path, x in leaves.items() if not re.search(SHARES, path)}
     for path in sorted(shapes.keys() | leaves.keys()):
         got, wanted = (list(x[path].shape) if path in x else None for x in (leaves, shapes))
         if got != wanted:

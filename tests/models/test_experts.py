@@ -12,6 +12,7 @@ import pytest
 import jaxtrain as jt
 from experiments.language import Source
 from jaxtrain import hf
+from jaxtrain.hf import weights
 from jaxtrain.jaxprs import equations
 from jaxtrain.models import decoder
 from jaxtrain.models.config import BlockConfig
@@ -21,6 +22,7 @@ from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import generate_with_routes
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.ops.routing import TINY, route
+from jaxtrain.tree import named_leaves
 from tests import problems
 
 MOE = decoder.DecoderConfig(
@@ -301,3 +303,14 @@ def test_a_recipe_for_experts_is_refused():
     loss_fn, params = decoder.loss_fn(MOE), policy.cast_to_compute(params_of(MOE))
     with pytest.raises(ValueError, match="'experts/up/kernel' is a Scaled kernel, and experts"):
         jax.eval_shape(lambda params: loss_fn(params, batch_of(), None), params)
+
+
+@pytest.mark.slow
+def test_files_have_no_shares_of_the_last_step(tmp_path):
+    config = dataclasses.replace(MOE, balance_over="step", positions="rope", tied=False)
+    params = params_of(config)
+    weights.save(tmp_path / "model", config, params)
+    read = named_leaves(weights.load(weights.open_weights(tmp_path / "model", config)))
+    rest = {name: x for name, x in named_leaves(params).items() if not name.endswith("/shares")}
+    assert read.keys() == rest.keys() != named_leaves(params).keys()
+    assert all((read[name] == x).all() for name, x in rest.items() if name.startswith("blocks/"))
