@@ -48,7 +48,7 @@ from jaxtrain.serve import command as serve
 from jaxtrain.serve import generate_command as generate
 from jaxtrain.serve.planning import plan_serving
 from jaxtrain.study import command as study
-from jaxtrain.study import coordinates
+from jaxtrain.study import coordinates, ladder
 from jaxtrain.study import runs_command as runs
 
 DESCRIPTION = (
@@ -352,6 +352,7 @@ COMMANDS = {
     "compare": Command(compare.CompareOptions, compare.run_compare, passes_on=True),
     "compose": Command(compose.ComposeOptions, compose.run_compose),
     "study": Command(study.StudyOptions, study.run_study, passes_on=True),
+    "ladder": Command(ladder.LadderOptions, ladder.run_ladder, passes_on=True),
     "coordinates": Command(
         coordinates.CoordinatesOptions, coordinates.run_coordinates, passes_on=True
     ),

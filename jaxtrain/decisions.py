@@ -55,6 +55,7 @@ class Why(enum.Enum):
     CHIP = "{chip}, and the backend is {backend!r}"
     NO_BIAS = "attention without a bias"
     NO_SINKS = "attention without sinks"
+    NO_LEADING = "windows beyond which nothing is seen, and {count} global tokens are"
     OWN_KEYS = "keys of the queries' own documents"
     NO_DROPOUT = "no dropout on attention weights, and its rate is {rate}"
     KEYS = "as many keys as queries ({queries}), and they are {keys}"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.attention import shares_of
-from jaxtrain.ops.grouped import trips_of
+from jaxtrain.ops.grouped import heat_of, trips_of
 
 # Primitives without a product: element by element, moved, reduced, drawn, or exchanged. What is in
 # no list is named in the plan and never free.
@@ -116,6 +116,11 @@ def bodies(eqn: Any) -> list[Any]:
 def mean_trips(eqn: Any) -> int | None:
     """Returns how often the body of a ``while`` runs in the mean; None if not stated."""
     return trips_of(_scopes(eqn))
+
+
+def heat(eqn: Any) -> float:
+    """Returns :func:`jaxtrain.ops.grouped.heat_of` of a ``while``."""
+    return heat_of(_scopes(eqn))
 
 
 def _scopes(eqn: Any) -> str:

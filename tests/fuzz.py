@@ -12,6 +12,7 @@ import functools
 import itertools
 import math
 import random
+import re
 import time
 
 import jax
@@ -22,6 +23,8 @@ import optax
 import jaxtrain as jt
 from jaxtrain.compare.parity import worst
 from jaxtrain.layout import Layout
+from jaxtrain.ops.grouped import expert_mlp
+from jaxtrain.ops.routing import route
 
 DEVICES = 16
 ROWS, WIDTH, HIDDEN, WORDS, LENGTH, LAYERS = 32, 32, 64, 64, 4, 4
@@ -56,6 +59,8 @@ BLOCKS = {
         )[0],
     ),
 }
+# A model's last block where its mesh has an axis of experts.
+ROUTED = (BLOCKS["experts"][0], lambda p, x: x + _routed(p, x))
 STACKABLE = ("residual", "bias", "mlp", "gated", "tied", "attention")
 AXES = (None, "embed", "mlp", "both", "fsdp", "tensor")
 
@@ -72,6 +77,12 @@ def _mixture(p, x):
     return jnp.einsum("...eh,ehd,...e->...d", hidden, p["down"], weights)
 
 
+def _routed(p, x):
+    routes = route(x, p["route"], per_token=2)
+    weights = {"up": p["up"], "down": p["down"]}
+    return expert_mlp("gelu", x, weights, routes.weights_BTJ, routes.experts_BTJ)
+
+
 def _initial(n: np.random.Generator, shapes, lead=()):
     # Numbers, not random functions: most of a case's time would be their compilation.
     return {
@@ -82,7 +93,7 @@ def _initial(n: np.random.Generator, shapes, lead=()):
     }
 
 
-def make_model(r: random.Random, piped: bool):
+def make_model(r: random.Random, piped: bool, blocks=BLOCKS):
     """Returns (init_fn, loss_fn, stages, batch, what was drawn)."""
     kinds = [r.choice(list(BLOCKS)) for _ in range(r.randint(1, 3))]
     stacked = r.choice(STACKABLE)
@@ -90,7 +101,8 @@ def make_model(r: random.Random, piped: bool):
     head = r.choice(["square", "masked", "words", "contrast"])
     if piped:
         kinds, head = [], r.choice(["square", "masked", "words"])
-    shapes = {f"{i}-{kind}": BLOCKS[kind][0] for i, kind in enumerate(kinds)}
+    kinds += [kind for kind in blocks if kind not in BLOCKS]
+    shapes = {f"{i}-{kind}": blocks[kind][0] for i, kind in enumerate(kinds)}
 
     n = np.random.default_rng(r.randrange(10**6))
     params = {name: _initial(n, shape) for name, shape in shapes.items()}
@@ -119,7 +131,7 @@ def make_model(r: random.Random, piped: bool):
     def loss_fn(params, batch, rng):
         x = embed(params, batch, rng)
         for name, kind in zip(shapes, kinds, strict=True):
-            x = BLOCKS[kind][1](params[name], x)
+            x = blocks[kind][1](params[name], x)
         for layer in range(LAYERS if piped else 0):
             x = block(jax.tree.map(lambda p, i=layer: p[i], params["blocks"]), x, batch, rng)
         return head_loss(params, x, batch)
@@ -144,8 +156,10 @@ def make_rules(r: random.Random, params, piped: bool) -> jt.Rules:
         axes = [r.choice(AXES) for _ in leaf.shape]
         # A router's few experts are fewer than the devices along some axes.
         axes = [axis if size >= 8 else None for axis, size in zip(axes, leaf.shape, strict=True)]
-        if "experts" in name or "scan" in name:
+        if "experts" in name or "scan" in name or "routed" in name:
             axes[0] = None
+        if re.search("routed/(up|down)", name):
+            axes[0] = "experts"
         if piped and name.startswith("blocks/"):
             axes[0] = "layers"
         rules.append((f"^{name}$", tuple(axes)))
@@ -156,7 +170,11 @@ def make_case(number: int) -> dict:
     """The arguments of ``jt.parity``, and what was drawn, of a case."""
     r = random.Random(number)
     piped = r.random() < 0.25
-    init_fn, loss_fn, stages, batch, drawn = make_model(r, piped)
+    # Small numbers are cases that were wrong once, which are to stay what they were.
+    more = number >= 1000 and not piped
+    routed = more and random.Random(-number).random() < 0.4
+    blocks = BLOCKS | ({"routed": ROUTED} if routed else {})
+    init_fn, loss_fn, stages, batch, drawn = make_model(r, piped, blocks)
     rules = make_rules(r, jax.eval_shape(init_fn, jax.random.key(0)), piped)
     while True:
         axes = ("pipe", "data", "fsdp", "tensor") if piped else ("data", "fsdp", "tensor")
@@ -174,9 +192,13 @@ def make_case(number: int) -> dict:
         "remat": r.choice(["full", "none"]),
     }
     chain = jt.make_optimizer(optimizer, learning_rate=1e-2, **_steady(optimizer))
-    # Small numbers are cases that were wrong once, which are to stay what they were.
-    room = number >= 1000 and not piped and 2 * math.prod(sizes.values()) <= DEVICES
-    if room and r.random() < 0.5:
+    if (
+        routed
+        and 2 * math.prod(sizes.values()) <= DEVICES
+        and ROWS % (microbatches * rows * 2) == 0
+    ):
+        sizes["expert"] = 2
+    if more and 2 * math.prod(sizes.values()) <= DEVICES and r.random() < 0.5:
         sizes["context"] = 2
         split = ("^x$", ("batch", "sequence", None)), ("^(words|next|mask)$", ("batch", "sequence"))
         rules = dataclasses.replace(rules, batch=split)

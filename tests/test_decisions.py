@@ -91,6 +91,7 @@ REACHED = {
     Why.CHIP: lambda: ops._obstacle("cudnn", backend="tpu"),
     Why.NO_SINKS: lambda: kernel(mask=Mask(sinks=np.ones(2))),
     Why.NO_BIAS: lambda: kernel(mask=Mask(bias=np.ones((2, 255)))),
+    Why.NO_LEADING: lambda: kernel(mask=Mask(window=4, leading=2)),
     Why.OWN_KEYS: lambda: kernel(mask=Mask(key_segments=np.ones((8, 128)))),
     Why.NO_DROPOUT: lambda: kernel(dropout=0.1),
     Why.KEYS: lambda: kernel("tpu", sizes=(8, 2, 64)),

@@ -8,6 +8,7 @@ import tyro
 from experiments.bench import (
     against_torch,
     attention,
+    context,
     default_run,
     experts,
     pipeline,
@@ -28,6 +29,7 @@ ROWS = {
     "checkpoint": default_run.checkpoint,
     "pipeline": pipeline.main,
     "attention": attention.main,
+    "context": context.main,
     "experts": experts.main,
     "population": population.main,
     "recipes": recipes.main,

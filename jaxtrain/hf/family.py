@@ -56,7 +56,7 @@ OFF = {
 }
 # Our fields that no other model tells: of training and of speed.
 OURS = {"attention", "attention_dropout", "dropout", "remat", "scan_unroll", "loss_chunk", "z_loss"}
-OURS |= {"balance", "router_z", "source_len", "target_len"}
+OURS |= {"balance", "balance_over", "router_z", "source_len", "target_len"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,8 @@ class Population:
     many seeds, from --seed on; left out, their number."""
     vary: tuple[str, ...] = ()
     """Flags of numbers and their values, as in lora.rank=4,8 optimizer.learning_rate=1e-4,3e-4;
-    members have all combinations. The flag seed is that of additions and dropout alone."""
+    log:1e-4:1e-1:7 is seven numbers, equal factors apart. Members have all combinations. The flag
+    seed is that of additions and dropout alone."""
     together: Literal["map", "vmap"] = "map"
     """Whether a step computes members one after another, or all at once."""
 
@@ -59,13 +60,13 @@ class Population:
         for text in self.vary:
             name, _, words = text.partition("=")
             try:
-                found = [_number(word) for word in words.split(",")]
+                found = _spread(words) if words.startswith("log:") else _listed(words)
             except ValueError:
                 found = []
             if not found or name in values:
                 raise ValueError(
                     f"`population.vary` has {text!r}: write each flag once, with its numbers, as "
-                    "in optimizer.learning_rate=1e-4,3e-4"
+                    "in optimizer.learning_rate=1e-4,3e-4 or log:1e-4:1e-1:7"
                 )
             values[name] = found
         count = math.prod(map(len, values.values()))
@@ -237,8 +238,17 @@ def _at(tree: PyTree, index: Any) -> PyTree:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def _number(word: str) -> float:
-    return int(word) if word.isdecimal() else float(word)
+def _listed(words: str) -> list[float]:
+    return [int(word) if word.isdecimal() else float(word) for word in words.split(",")]
+
+
+def _spread(words: str) -> list[float]:
+    """Reads log:LOW:HIGH:COUNT."""
+    _, low, high, count = words.split(":")
+    if not 0 < float(low) < float(high) or int(count) < 2:
+        raise ValueError(words)
+    # To four digits, so that a member's flags are what is typed to train it alone.
+    return [float(f"{x:.4g}") for x in np.geomspace(float(low), float(high), int(count))]
 
 
 def _table(members: Sequence[Member], means: Mapping[str, Any], prefix: str) -> list[str]:

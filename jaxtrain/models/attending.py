@@ -203,8 +203,8 @@ def row_attention(
     local, pattern = is_local(config, index), config.window_pattern
     known = isinstance(local, bool)
     counts = map(pattern.count, (False, True))
-    mask = Mask(config.causal, config.window, segments_BT, sinks=sinks_H)
-    mask = mask if known else dataclasses.replace(mask, windowed=local)
+    how = {"windowed": None if known else local, "leading": config.global_tokens or 0}
+    mask = Mask(config.causal, config.window, segments_BT, sinks=sinks_H, **how)
     shares = contextlib.nullcontext() if known else branch_shares(*counts)
     with shares:
         return attention(
@@ -239,7 +239,8 @@ def step_attention(
     if not isinstance(local := is_local(config, index), bool):
         # All of the cache is read in any case, and masked.
         window = jnp.where(local, window, jnp.iinfo(jnp.int32).max)
-    form = {"window": window, "scale": _scale(config), "softcap": config.attention_softcap}
+    form = {"window": window, "leading": config.global_tokens or 0}
+    form |= {"scale": _scale(config), "softcap": config.attention_softcap}
     form["sinks_H"] = sinks_H
     if config.kv_rank is not None:
         form["scale"] = form["scale"] or config.head_dim**-0.5

@@ -37,6 +37,8 @@ class LayerFields:
         where attention is not causal; None means all.
       window_pattern: which layers have the window, by number; the pattern repeats. Gemma 3 has
         ``(True,) * 5 + (False,)``.
+      global_tokens: so many first positions of a row are seen from beyond the window too, and see
+        all where attention is not causal; None means none.
       rope_scaling: how the frequencies of rotary positions are stretched; None means not.
       local_rope_theta: base of the frequencies, which are not stretched, in layers with the window;
         None means that these are as in the others.
@@ -65,6 +67,7 @@ class LayerFields:
     qk_norm: Literal[False, True, "whole"] = False
     window: int | None = None
     window_pattern: tuple[bool, ...] = (True,)
+    global_tokens: int | None = None
     rope_scaling: Scaling | None = None
     local_rope_theta: float | None = None
     query_pre_attn_scalar: float | None = None
@@ -86,6 +89,11 @@ class LayerFields:
             raise ValueError(
                 f"window_pattern={pattern!r} must say by true and false, and true at least once, "
                 f"which layers have the window, and window={self.window!r} must be a number then"
+            )
+        if self.global_tokens is not None and self.window is None:
+            raise ValueError(
+                f"global_tokens={self.global_tokens} are seen from beyond a window, and there is "
+                "none: set both"
             )
         gated = _round_up(-(-8 * self.width // 3), 64)
         fill(
@@ -122,8 +130,10 @@ class ExpertFields:
       routed_scale: multiplies the weights of the chosen experts.
       groups, groups_per_token: experts are in groups of neighbours, of which so many are chosen
         first, by their two best experts each.
-      balance: coefficient of the loss that is least where experts are chosen equally often in a
-        row, 1 in each layer then; the sum over layers is added to a token's loss.
+      balance: coefficient of the loss that is least where experts are chosen equally often, 1 in
+        each layer then; the sum over layers is added to a token's loss.
+      balance_over: whose choices are to be equally often of each expert: those of each ``"row"``,
+        or of a whole ``"step"``, which are those of the step before, kept beside the router.
       router_z: the same of the squared log of the router's normaliser.
     """
 
@@ -135,6 +145,7 @@ class ExpertFields:
     groups: int = 1
     groups_per_token: int = 1
     balance: float = 0.01
+    balance_over: Literal["row", "step"] = "row"
     router_z: float = 0.001
 
     def _check_experts(self) -> None:
@@ -358,7 +369,8 @@ def keys_seen(config: Any, length: int) -> int:
     True
     """
     window = config.window or length
-    reach = window if config.block.causal else 2 * window - 1
+    causal, more = config.block.causal, config.global_tokens or 0
+    reach = window + more if causal else 2 * (window + more) - 1
     return sum(min(length, reach) if near else length for near in windows_of(config))
 
 

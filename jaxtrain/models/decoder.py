@@ -65,7 +65,7 @@ _OF_LAYER = (
     (r"mlp/(up|gate)/bias$", ("mlp",)),
     (r"mlp/down/kernel$", ("mlp", "embed")),
     (r"experts/router/kernel$", ("embed", None)),
-    (r"experts/router/(bias|shift)$", (None,)),
+    (r"experts/(router/(bias|shift)|shares)$", (None,)),
     (r"experts/(up|gate)/bias$", ("experts", "mlp")),
     (r"experts/down/bias$", ("experts", None)),
     (r"experts/(up|gate)/kernel$", ("experts", "embed", "mlp")),
@@ -101,7 +101,8 @@ class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
 
     Args:
       seq_len: tokens per row in training; with learned positions also the most there can be.
-      positions: learned table, or rotary (of base ``rope_theta``).
+      positions: learned table, rotary (of base ``rope_theta``), or sinusoidal: sines and cosines of
+        the same base, added to the embeddings, which ``embed_scale`` is to make as large.
       norm_position: ``pre``, or ``sandwich`` as in Gemma 2 and 3; see :class:`BlockConfig`.
       embed_scale: embeddings of tokens are multiplied by sqrt(width), rounded to their dtype.
       tied: the output projection is the transposed token table.
@@ -122,7 +123,7 @@ class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
     """
 
     seq_len: int
-    positions: Literal["learned", "rope"] = "learned"
+    positions: Literal["learned", "rope", "sinusoidal"] = "learned"
     rope_theta: float = 10000.0
     norm_position: Literal["pre", "sandwich"] = "pre"
     embed_scale: bool = False
@@ -135,6 +136,11 @@ class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "logit_softcap")
+        if self.positions == "sinusoidal" and self.width % 2:
+            raise ValueError(
+                f"positions='sinusoidal' are pairs of sine and cosine, and width={self.width} is "
+                "odd; use an even width"
+            )
         if self.dense_layers is None and self.dense_width is not None:
             raise ValueError(
                 f"dense_width={self.dense_width} is of layers without experts, and dense_layers="

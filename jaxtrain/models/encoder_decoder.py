@@ -429,7 +429,7 @@ def tiny() -> T5Config:
 
 # Fields of layers that a T5's have not.
 _LACKS = (
-    *("rope_scaling", "local_rope_theta", "window"),
+    *("rope_scaling", "local_rope_theta", "window", "global_tokens"),
     *("query_pre_attn_scalar", "attention_softcap"),
 )
 _FLAN = {"mlp": "geglu", "tied": False}

@@ -81,10 +81,12 @@ class ExactDecoder(CausalDecoder):
 
     def _empty(self, params, rows, positions):
         """Pages of so many rows of their own."""
-        P, block = -(-positions // TILE), self.config.block
-        L, dtype = self.config.layers, params["embed"]["tokens"].dtype
-        pages = (jnp.zeros((L, 1 + rows * P, G, TILE, K), dtype) for G, K in block.cached)
-        return Pages(*pages, 1 + jnp.arange(rows * P).reshape(rows, P))
+        P, dtype = -(-positions // TILE), params["embed"]["tokens"].dtype
+        k, v = (
+            jnp.zeros((self.config.layers, 1 + rows * P, heads, TILE, features), dtype)
+            for heads, features in self.config.block.cached
+        )
+        return Pages(k, v, 1 + jnp.arange(rows * P).reshape(rows, P))
 
     def _extended(self, params, cache, tokens_BC, start_B, count_B):
         B, C = tokens_BC.shape
@@ -129,17 +131,19 @@ class ExactDecoder(CausalDecoder):
                 numbers = functools.partial(jax.lax.bitcast_convert_type, new_dtype=dtype)
                 tiles = Tiles(TILE, lambda t: tuple(map(numbers, read(t))))
                 own = (x.swapaxes(1, 2) for x in new)
-                given = q_N1HK, *own, at_N, tiles
-                return attending.step_attention(self.config.block, l, *given, **sinks), kept
+                return attending.step_attention(
+                    self.config.block, l, q_N1HK, *own, at_N, tiles, **sinks
+                ), kept
 
-            attend = self._attends(attend)
+            if self.config.kv_rank is not None:
+                attend = attending.Absorbed(attend)
             x_N1D, pages = self._layer(layer_params, l, x_N1D, at_N[:, None], attend)
             return (x_N1D, *pages), None
 
         batch = {"tokens": tokens_N[:, None], "positions": at_N[:, None]}
         x_N1D = decoder.embed(self.config, params, batch)
-        carry, before = (x_N1D, k, v), self._before(params)
-        (x_N1D, k, v), _ = scan_layers(layer, carry, params["blocks"], before)
+        stack = params["blocks"], self._before(params)
+        (x_N1D, k, v), _ = scan_layers(layer, (x_N1D, k, v), *stack)
         return x_N1D[:, 0], k, v
 
 

@@ -26,7 +26,8 @@ from jaxtrain.sharding.placement import gather_sequence, scatter_sequence
 
 class Experts(nnx.Module):
     """A router and the MLPs that it chooses of, whose kernels are stacked: ``up`` and ``gate``
-    [E, D, F], ``down`` [E, F, D]."""
+    [E, D, F], ``down`` [E, F, D]. ``shares`` [E] are those of the last step's choices, where these
+    are balanced."""
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         self.form = config.mlp
@@ -37,6 +38,8 @@ class Experts(nnx.Module):
         # The bias is no part of the logits: it takes part in the choice alone. The shift is.
         self.router = dense(width, E, rngs, bias=config.routing == "sigmoid")
         self.router.shift = nnx.Param(jnp.zeros(E)) if config.bias else None
+        by_step = config.balance_over == "step"
+        self.shares = nnx.Param(jnp.full(E, 1 / E)) if by_step else None
         if config.mlp in GATED:
             self.gate = Kernels(normal(rngs, E, width, hidden), bias=config.bias)
         self.up = Kernels(normal(rngs, E, width, hidden), bias=config.bias)
@@ -48,10 +51,13 @@ class Experts(nnx.Module):
         self, x_BTD: jax.Array, choose: Callable[..., Routes] = route
     ) -> tuple[jax.Array, Routes]:
         x_BTD = gather_sequence(x_BTD)
-        bias_E = None if self.router.bias is None else self.router.bias.get_value()
-        shift_E = None if self.router.shift is None else self.router.shift.get_value()
-        how = self.how | {"bias_E": bias_E, "shift_E": shift_E}
-        routes = choose(x_BTD, self.router.kernel.get_value(), **how)
+        kept = {
+            "bias_E": self.router.bias,
+            "shift_E": self.router.shift,
+            "shares_E": self.shares,
+        }
+        kept = {name: x if x is None else x.get_value() for name, x in kept.items()}
+        routes = choose(x_BTD, self.router.kernel.get_value(), **kept, **self.how)
         names = ("gate", "up", "down") if self.form in GATED else ("up", "down")
         weights = {name: getattr(self, name).kernel.get_value() for name in names}
         for name, kernel in weights.items():
@@ -115,7 +121,8 @@ def opened(config: Any, x_BTD: jax.Array, *, record: bool = False) -> Any:
     layers = config.layers - before_stack(config)
     load_BLE = jnp.zeros((B, layers, experts), row_B.dtype)
     x = {"hidden": x_BTD, "balance": row_B, "router_z": row_B, "load": load_BLE}
-    x |= {"balancing": row_B} if config.block.routing == "sigmoid" else {}
+    if config.block.routing == "sigmoid" or config.block.balance_over == "step":
+        x["balancing"] = row_B
     shape = B, layers, T, config.block.experts_per_token
     return x | ({"routes": jnp.zeros(shape, row_B.dtype)} if record else {})
 

@@ -36,8 +36,9 @@ from jaxtrain.ops.lookup import embed_lookup
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.remat import keeping, layout_keeps
+from jaxtrain.ops.rotary import sinusoidal_positions
 from jaxtrain.ops.routing import Routes, route
-from jaxtrain.sharding.placement import check_length, pin_residual
+from jaxtrain.sharding.placement import check_length, constrain, pin_residual
 from jaxtrain.stages import Stages
 from jaxtrain.tree import named_leaves
 
@@ -215,7 +216,7 @@ def positions(config: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
 
 
 class Embed(nnx.Module):
-    """Token table [V, D] and, in the GPT-2 form, position table [T, D]."""
+    """Token table [V, D] and, in the GPT-2 form, position table [T, D], or sinusoidal positions."""
 
     def __init__(self, config: TokenFields, *, rngs: nnx.Rngs) -> None:
         table_VD = normal(rngs, config.padded_vocab, config.width)
@@ -225,12 +226,16 @@ class Embed(nnx.Module):
         self.learned = config.positions == "learned"
         if self.learned:
             self.positions = nnx.Param(normal(rngs, config.seq_len, config.width))
+        self.theta = config.rope_theta if config.positions == "sinusoidal" else None
         self.factor = config.width**0.5 if config.embed_scale else None
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         x_BTD = embed_lookup(tokens_BT, self.tokens.get_value(), "vocab")
         if self.factor is not None:
             x_BTD *= jnp.asarray(self.factor, x_BTD.dtype)
+        if self.theta is not None:
+            of_BTD = sinusoidal_positions(positions_BT, x_BTD.shape[-1], theta=self.theta)
+            return x_BTD + constrain(of_BTD, "batch", "sequence", None).astype(x_BTD.dtype)
         return (
             x_BTD + embed_lookup(positions_BT, self.positions.get_value())
             if self.learned

@@ -86,6 +86,7 @@ def chunk_attention(
     tiles: Tiles,
     *,
     window: int | jax.Array | None = None,
+    leading: int = 0,
     bias: Callable[[jax.Array], jax.Array] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -103,7 +104,7 @@ def chunk_attention(
       start_B: int32, the position of each row's first query; what tiles have from there on is not
         seen.
       tiles: earlier positions.
-      window, scale, softcap: as for :func:`attention`; the window may be traced.
+      window, leading, scale, softcap: as for :func:`attention`; the window may be traced.
       sinks_H: as of :class:`jaxtrain.ops.mask.Mask`.
       bias: of distances [B, C, S], key minus query, what is added to the scores: [B, H, C, S].
 
@@ -118,7 +119,7 @@ def chunk_attention(
         top_BGN, total_BGN, out_BGNK = kept
         distance_BCS = keys_BS[:, None] - at_BC[..., None]
         if window is not None:
-            seen_BCS &= distance_BCS > -window
+            seen_BCS &= (distance_BCS > -window) | (keys_BS < leading)[:, None]
         scores = wide_einsum("bgnk,bgsk->bgns", q_BGNK, k_BGSK) * (scale or K**-0.5)
         scores = scores.reshape(B, G, C, H // G, -1)
         if bias is not None:

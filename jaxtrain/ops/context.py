@@ -67,19 +67,15 @@ def exchanged(q_BTHK: jax.Array, k_BSGK: jax.Array, mask: Mask, *, draws: bool) 
         raise ValueError(
             f"{said}, and attention with {what} cannot gather keys instead: use a divisor of {H}"
         )
-    if asked == "ring" and mask.sinks is not None:
-        raise ValueError(
-            "`exchange` is 'ring', and attention has sinks, which it lacks: use 'keys'"
-        )
+    need = f"{mask.leading} positions are seen by all" if mask.leading else None
+    need = "attention has sinks, which it lacks" if mask.sinks is not None else need
+    need = f"the batch's {B} rows are not divisible over {rows} devices" if B % rows else need
     if asked is not None:
-        if asked == "ring" and B % rows:
-            raise ValueError(
-                f"`exchange` is 'ring', and the batch's {B} rows are not divisible over {rows} "
-                "devices: use a multiple, or 'keys'"
-            )
+        if asked == "ring" and need:
+            raise ValueError(f"`exchange` is 'ring', and {need}: leave it out, or use 'keys'")
         return Positions(asked, Why.ASKED())
     positions = T // parts
-    if B % rows == 0 and positions * (H // G) >= HIDES_A_RING and mask.sinks is None:
+    if need is None and positions * (H // G) >= HIDES_A_RING:
         return Positions("ring", Why.LONG_ROWS(**facts, positions=positions))
     return Positions("keys", Why.FEW_HEADS(**facts))
 
@@ -145,7 +141,7 @@ def _by_keys(kernel: Kernel, axes, parts: int, q_BTHK, k_BSGK, v_BSGK, mask: Mas
     if mask.documents is not None:
         split["segments"] = cut(mask.documents[0])
         whole["key_segments"] = constrain(mask.documents[1], "batch", None)
-    in_axes = Mask(mask.causal, mask.window, **dict.fromkeys(split, 0))
+    in_axes = Mask(mask.causal, mask.window, leading=mask.leading, **dict.fromkeys(split, 0))
     each = jax.vmap(kernel, in_axes=(0, None, None, in_axes), spmd_axis_name=axes)
     q_CBPHK = cut(constrain(q_BTHK, "batch", "sequence", "heads", None), "heads", None)
     mask = dataclasses.replace(mask, **split, **whole)

@@ -35,7 +35,8 @@ ROWS = 2048
 # An expert's tokens are at least so many tiles, where tokens are spread evenly. What does not fill
 # a tile goes into smaller ones, so many in one, as half of the last is empty in the mean.
 TILES, SMALLER = 2, 4
-# Begins the scope that says how often a loop runs where tokens are spread evenly.
+# Begins the scope that says how often a loop runs where tokens are spread evenly, and of how many
+# experts here and in all.
 TRIPS = "mean_trips_"
 
 Weights = Mapping[str, jax.Array]
@@ -44,11 +45,23 @@ Weights = Mapping[str, jax.Array]
 def trips_of(scope: str) -> int | None:
     """The mean number of iterations that a scope's name says of a loop, if any.
 
-    >>> trips_of("jit(step)/mean_trips_12/while")
+    >>> trips_of("jit(step)/mean_trips_12_of_2_8/while")
     12
     """
     found = re.search(rf"\b{TRIPS}(\d+)", scope)
     return int(found[1]) if found else None
+
+
+def heat_of(scope: str) -> float:
+    """The share by which a device's loop is longer for each time the mean that the hottest of its
+    experts has above it, where the others share the rest; 0 where a device has all experts.
+
+    >>> heat_of("jit(step)/mean_trips_12_of_1_8/while"), heat_of("mean_trips_12_of_8_8")
+    (1.0, 0.0)
+    """
+    found = re.search(rf"\b{TRIPS}\d+_of_(\d+)_(\d+)", scope)
+    here, experts = map(int, found.groups()) if found else (1, 1)
+    return (experts - here) / (here * max(1, experts - 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -230,7 +243,7 @@ class _Tiles:
             even = -(-chosen_A.size // experts)
         large = min(ROWS, max(8, 1 << (even // TILES).bit_length() >> 1))  # a power of 2
         self.sizes = (large, large // SMALLER) if large > 8 * SMALLER else (large,)
-        self.even = even
+        self.even, self.of = even, f"_of_{here}_{experts}"
 
     def loop(self, tile: Any, sums: Any, place: Any) -> Any:
         """Applies ``tile(first, size, sums)`` to all rows of the expert that has ``place``."""
@@ -244,7 +257,7 @@ class _Tiles:
             over = size - 1 if size == self.sizes[-1] else 0
             trips = (place[1] - first + over) // size
             mean = (self.even - mean_first + over) // size
-            with jax.named_scope(f"{TRIPS}{mean}"):
+            with jax.named_scope(f"{TRIPS}{mean}{self.of}"):
                 sums = jax.lax.fori_loop(0, trips, step, sums)
             first, mean_first = first + trips * size, mean_first + mean * size
         return sums

@@ -22,6 +22,10 @@ class Mask:
       causal: position t sees positions up to t; needs S = T.
       window: position t sees none before t - window + 1, nor, without ``causal``, after
         t + window - 1; needs S = T. None means all.
+      leading: so many first positions of a row are seen from beyond the window too, and, without
+        ``causal``, see all themselves (the global tokens of Longformer and BigBird,
+        https://arxiv.org/abs/2007.14062; causally, attention sinks,
+        https://arxiv.org/abs/2309.17453).
       segments: int32 document numbers [B, T]; a position sees only its own document. Padding,
         number 0, sees padding, so that no row is empty. Needs S = T, or ``key_segments``.
       key_segments: int32 document numbers [B, S] of the keys, where they are not those of the
@@ -46,6 +50,7 @@ class Mask:
     windowed: jax.Array | None = None
     sinks: jax.Array | None = None
     positions: jax.Array | None = None
+    leading: int = dataclasses.field(default=0, metadata={"static": True})
 
     def check(self, T: int, S: int, H: int) -> None:
         """Raises ValueError unless it fits T queries of H heads and S keys."""
@@ -75,6 +80,8 @@ class Mask:
             return Why.NO_BIAS()
         if self.sinks is not None:
             return Why.NO_SINKS()
+        if self.leading:
+            return Why.NO_LEADING(count=self.leading)
         return None if self.key_segments is None else Why.OWN_KEYS()
 
     @property

@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+"""Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), and sinusoidal.
 
-Shapes: B batch, T positions, H heads, K features per head.
+Shapes: B batch, T positions, H heads, K features per head, D width.
 """
 
 import math
@@ -178,3 +178,17 @@ def rotate(
     first, second = pairs
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(of)
+
+
+def sinusoidal_positions(
+    positions_BT: jax.Array, width: int, *, theta: float = 10000.0
+) -> jax.Array:
+    """Returns the position embedding of Vaswani et al. 2017, section 3.5
+    (https://arxiv.org/abs/1706.03762), [B, T, D] float32: sines and cosines in turn, of angles
+    ``position * theta ** (-2 i / D)``.
+
+    >>> sinusoidal_positions(jnp.array([[0, 1]]), 2).round(3).tolist()
+    [[[0.0, 1.0], [0.8410000205039978, 0.5400000214576721]]]
+    """
+    cos, sin = rotary_angles(positions_BT, rotary_frequencies(width, theta=theta))
+    return jnp.stack((sin, cos), axis=-1).reshape(*positions_BT.shape, width)

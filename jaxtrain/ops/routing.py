@@ -38,12 +38,14 @@ class Routes:
     Args:
       experts_BTJ: int32, the most probable first; E, which is no expert, for padding.
       weights_BTJ: float32, what each expert's result is multiplied by; 0 for padding.
-      balance_B: ``E sum_e f_e P_e`` of the share f of the row's choices and the mean probability P
-        (Fedus et al. 2021, https://arxiv.org/abs/2101.03961), 1 where both are even.
+      balance_B: ``E sum_e f_e P_e`` of the share f of the row's choices, or of those that are
+        given, and the row's mean probability P (Fedus et al. 2021,
+        https://arxiv.org/abs/2101.03961), 1 where both are even.
       router_z_B: the mean of the squared log of the softmax's normaliser (Zoph et al. 2022,
         https://arxiv.org/abs/2202.08906).
       load_BE: how many choices of the row each expert has.
-      balancing_B: 0, with a gradient by the balancing bias (:func:`balancing_loss`).
+      balancing_B: 0, with gradients by the balancing bias and by the shares that are given
+        (:func:`balancing_loss`).
     """
 
     experts_BTJ: jax.Array
@@ -70,6 +72,7 @@ def route(
     groups_per_token: int = 1,
     scale: float = 1.0,
     bias_E: jax.Array | None = None,
+    shares_E: jax.Array | None = None,
     live_BT: jax.Array | None = None,
     routes_BTJ: jax.Array | None = None,
 ) -> Routes:
@@ -85,6 +88,8 @@ def route(
         whose two best are best.
       scale: multiplies the weights.
       bias_E: added to the scores by which experts are chosen.
+      shares_E: of the choices of a whole batch, such as that of the step before, in place of each
+        row's in the loss of balance.
       live_BT: bool, False for padding, which no expert sees and nothing counts, whatever it is;
         None means all.
       routes_BTJ: int32, experts that were chosen before, such as by a sampler of the same weights;
@@ -128,8 +133,11 @@ def route(
     probs_BE = jnp.where(live_BT1, probs_BTE, 0).sum(1) / tokens_B[:, None]
     z_BT = jnp.where(live_BT, jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), 0)
     shares_BE = load_BE / (tokens_B * chosen_BTJ.shape[-1])[:, None]
+    if shares_E is not None:
+        shares_BE = jax.lax.stop_gradient(shares_E).astype(dtype)
     balance_B = E * (shares_BE * probs_BE).sum(-1)
-    balancing_B = None if bias_E is None else balancing_loss(load_BE, bias_E)
+    moved = [balancing_loss(load_BE, x_E) for x_E in (bias_E, shares_E) if x_E is not None]
+    balancing_B = sum(moved) if moved else None
     of_rows = balance_B, z_BT.sum(1) / tokens_B, load_BE, balancing_B
     return Routes(chosen_BTJ, weights_BTJ, *of_rows)
 

@@ -58,7 +58,8 @@ def tiled_attention(
     q = q_BTHK.reshape(*q_BTHK.shape[:2], G, H // G, K).transpose(0, 2, 3, 1, 4)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k_BSGK, v_BSGK))
     kind = (mask.causal, mask.window, softcap, dropout)
-    form, short = _tiling(*kind, T, S, ordered=mask.positions is None)
+    ordered = mask.positions is None
+    form, short = _tiling(*kind, T, S, ordered=ordered, leading=mask.leading)
     numbers, rng = mask.numbers, rng if dropout else None
     if mask.windowed is not None:
         found = _either(form, short, mask.windowed, q, k, v, numbers, rng)
@@ -120,6 +121,7 @@ class _Form(NamedTuple):
     keys: int
     queries: int  # with those that fill up tiles
     ordered: bool = True  # query t stands where key t does
+    leading: int = 0
 
 
 def _tiling(
@@ -131,12 +133,13 @@ def _tiling(
     S: int,
     *,
     ordered: bool,
+    leading: int = 0,
 ) -> tuple[_Form, bool]:
     """The form for T queries and S keys, and whether its tiles are written out."""
     block = tile_rows.value or _block(T)
     short = -(-T // block) <= UNROLLED
     queries = T if short else -(-T // block) * block
-    return _Form(causal, window, softcap, block, dropout, S, queries, ordered), short
+    return _Form(causal, window, softcap, block, dropout, S, queries, ordered, leading), short
 
 
 def _apart(form, short, q_BGRTK, k_BGSK, v_BGSK, numbers, rng=None):
@@ -434,7 +437,11 @@ def _scores(form: _Form, q_BGRTK, k_BGSK, starts, numbers, bias_GRO) -> jax.Arra
             near.append(s_S < form.keys)
         if form.window is not None:
             # Where attention is causal, what comes later is masked already.
-            near.append((t_N1 - s_S if form.causal else jnp.abs(t_N1 - s_S)) < form.window)
+            within = (t_N1 - s_S if form.causal else jnp.abs(t_N1 - s_S)) < form.window
+            if form.leading:
+                within |= s_S < form.leading
+                within = within if form.causal else within | (t_N1 < form.leading)
+            near.append(within)
         if near:
             seen = functools.reduce(jnp.logical_and, near)
             scores_BGNS = jnp.where(seen, scores_BGNS, MASKED)
@@ -495,9 +502,16 @@ def _tiles(T: int, form: _Form) -> list[tuple[slice, slice]]:
         return [(slice(0, T), slice(0, form.keys))]
     ends = [min(start + form.block, T) for start in range(0, T, form.block)]
     return [
-        (slice(start, end), slice(_first_key(form, start), _end_of_keys(form, end)))
+        (slice(start, end), slice(*_keys_of(form, start, end)))
         for start, end in zip(range(0, T, form.block), ends, strict=True)
     ]
+
+
+def _keys_of(form: _Form, start: int, end: int) -> tuple[int, int]:
+    """Where the keys that any row of a tile may see begin and end."""
+    whole = form.leading > start and not form.causal
+    first = 0 if form.leading else _first_key(form, start)
+    return first, form.keys if whole else _end_of_keys(form, end)
 
 
 def _first_key(form: _Form, row: int) -> int:
@@ -521,7 +535,8 @@ def _places(form: _Form, T: int) -> jax.Array:
         (row, key)
         for row in rows
         for key in keys
-        if key < _end_of_keys(form, row + form.block) and key + form.block > _first_key(form, row)
+        if (key < _end_of_keys(form, row + form.block) or (row < form.leading and not form.causal))
+        and (key + form.block > _first_key(form, row) or key < form.leading)
     ]
     return jnp.array([(*place, tile) for tile, place in enumerate(seen)], jnp.int32)
 

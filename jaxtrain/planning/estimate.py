@@ -272,11 +272,13 @@ def predict(
     chip, cost = target.chip, estimated.cost
     if chip.hbm_bytes_per_s is None:
         return None
-    compute = least = 0.0
+    compute = least = heat = 0.0
     for (kind, dtype), count in cost.flops.items():
         # A dtype without a figure of its own (float64 on TPU) is taken at float32's.
-        seconds = count / (chip.peak_flops(dtype) or chip.flops["float32"])
+        rate = chip.peak_flops(dtype) or chip.flops["float32"]
+        seconds = count / rate
         compute += seconds / chip.efficiency[kind]
+        heat += cost.hot_flops[kind, dtype] / rate / chip.efficiency[kind]
         # A kernel skips the tiles that a mask leaves out, which are counted: almost half of them.
         least += seconds / (2 if kind == "attention" else 1)
     memory = chip.hbm_bytes_per_s * chip.efficiency["memory"]
@@ -293,7 +295,7 @@ def predict(
         network["+".join(axes)] += slow_seconds
     products, rest = cost.product_bytes / memory, cost.other_bytes / memory
     interconnect, network = ({a: s for a, s in x.items() if s} for x in (interconnect, network))
-    return Prediction(compute, products, rest, interconnect, least, network)
+    return Prediction(compute, products, rest, interconnect, least, network, heat=heat)
 
 
 def gradient_layouts(params: PyTree) -> dict[tuple[int, ...], Spec]:

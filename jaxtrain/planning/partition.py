@@ -33,6 +33,8 @@ class Cost:
     Args:
       flops: FLOPs of products, by their kind (``"matmul"``, convolutions included, or
         ``"attention"``, any fused kernel) and the dtype of their operands.
+      hot_flops: those that a device has more for each time the mean of tokens that the hottest
+        expert has above it.
       product_bytes: bytes that products and kernels read and write in the device's memory.
       other_bytes: bytes that everything else reads and writes, unless it is fused away.
       wire_bytes: bytes that one device sends, by (kind of collective, mesh axes).
@@ -40,6 +42,7 @@ class Cost:
     """
 
     flops: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    hot_flops: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     product_bytes: float = 0.0
     other_bytes: float = 0.0
     wire_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -52,7 +55,7 @@ class Cost:
 
     def add(self, other: "Cost", times: float = 1.0) -> None:
         """Adds another cost, ``times`` over."""
-        for name in ("flops", "wire_bytes"):
+        for name in ("flops", "hot_flops", "wire_bytes"):
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
                 mine[key] += value * times

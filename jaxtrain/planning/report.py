@@ -17,6 +17,8 @@ from jaxtrain.planning.hlo import Collective
 from jaxtrain.planning.roofline import Prediction, hides
 
 UNKNOWN = "not known"
+# How many times the mean of tokens the hottest expert has, where the report prices it.
+HOTTEST = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,6 +338,11 @@ def _roofline(plan: Plan) -> Table:
     peak = "" if plan.peak_flops is None else f"{human_count(plan.peak_flops)}FLOP/s per device"
     table.add_row("compute", seconds_text(roofline.compute), peak)
     table.add_row("HBM", seconds_text(roofline.hbm), f"{human_bytes(plan.hbm_bytes)}, an estimate")
+    if roofline.heat:
+        more = f"+ {seconds_text((HOTTEST - 1) * roofline.heat)}"
+        table.add_row(
+            f"hottest expert {HOTTEST} x", more, "the mean of tokens, which others wait for"
+        )
     if roofline.host:
         table.add_row("host", seconds_text(roofline.host), "does not overlap")
     for link, traffic in (("interconnect", roofline.interconnect), ("network", roofline.network)):

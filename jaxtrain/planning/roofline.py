@@ -33,6 +33,8 @@ class Prediction:
       product_hbm, other_hbm: memory traffic, of products and of all else.
       interconnect: collectives over fast links, by mesh axes joined with ``+``.
       network: the same over the slow network between slices, or hosts.
+      heat: products that a device has more for each time the mean of tokens that the hottest expert
+        has above it.
       host: state fetched from the memory of the host, and sent back; nothing hides it.
       least: products at the published peak, and nothing else: no step is faster.
       waits: seconds for which a device waits for collectives, by axes as above, as its program is
@@ -47,6 +49,7 @@ class Prediction:
     network: Mapping[str, float] = dataclasses.field(default_factory=dict)
     waits: Mapping[str, float] | None = None
     host: float = 0.0
+    heat: float = 0.0
 
     @property
     def hbm(self) -> float:
@@ -102,8 +105,15 @@ class Prediction:
 
 
 def hides(axes: str) -> bool:
-    """Whether traffic along these axes (joined by ``+``) overlaps with compute."""
-    return set(axes.split("+")) <= OVERLAPPED
+    """Whether traffic along these axes (joined by ``+``) overlaps with compute.
+
+    Along ``expert`` alone tokens are exchanged; beside others gradients of dense layers are summed.
+
+    >>> hides("data+fsdp"), hides("fsdp+expert"), hides("expert")
+    (True, True, False)
+    """
+    names = set(axes.split("+"))
+    return names <= {*OVERLAPPED, "expert"} and names != {"expert"}
 
 
 def ring_share(kind: str, group: int) -> float:

@@ -37,6 +37,7 @@ from jaxtrain.flops import (
     bodies,
     branch_shares_of,
     count_equation,
+    heat,
     mean_trips,
     product_dimensions,
     product_flops,
@@ -469,7 +470,9 @@ class CostInterpreter(Partitioner):
         specs = [v.spec for v in carry]
         outer, self.cost = self.cost, Cost()
         _, peak = self.body(params["body_jaxpr"], consts, carry, specs, [])
-        trips = mean_trips(equation)
+        trips, hotter = mean_trips(equation), heat(equation)
+        for key, flops in self.cost.flops.items():
+            self.cost.hot_flops[key] += hotter * flops
         outer.add(self.cost, 1 if trips is None else trips)
         self.cost = outer
         liveness.transient(peak)

@@ -235,9 +235,8 @@ class Reader:
     def model_of(self, body: Mapping[str, Any]) -> tuple[str, str | None]:
         """Returns the name of the model that is asked for, and that of the adapter, if it is one;
         raises LookupError where there is none."""
+        check_model(body, self.models)
         model = body.get("model", self.models[0])
-        if model not in self.models:
-            raise LookupError(f"model is {model!r}: ask for {' or '.join(self.models)}")
         return model, None if model == self.models[0] else model
 
     def rows(self, body: Mapping[str, Any], name: str) -> list[list[int]]:
@@ -287,6 +286,12 @@ class Reader:
             plain.append({"role": each["role"], "content": content})
         ids, _ = next(encode_marked([self.template.prompt(plain)], self.tokenizer))
         return [*self.begin[1], *ids.tolist()]
+
+
+def check_model(body: Mapping[str, Any], models: Sequence[str]) -> None:
+    """Raises LookupError where a body names none of some models; it may name none at all."""
+    if (model := body.get("model", models[0])) not in models:
+        raise LookupError(f"model is {model!r}: ask for {' or '.join(models)}")
 
 
 def checked(body: Any, known: Set[str]) -> dict[str, Any]:
@@ -411,9 +416,14 @@ class Writer:
         """The bytes of an event's token; an end has none."""
         if event.token in self._asked.requests[0].ends:
             return b""
-        if is_first and self._asked.begins:
+        if is_first and self._asked.begins and event.token < self._tokenizer.vocab_size:
             return self._tokenizer.decode_bytes([event.token])
-        return self._tokenizer.token_pieces([event.token])[0]
+        return self._piece(event.token)
+
+    def _piece(self, token: int) -> bytes:
+        """The bytes of a token; none of one that marks a gap in a T5's source."""
+        known = token < self._tokenizer.vocab_size
+        return self._tokenizer.token_pieces([token])[0] if known else b""
 
     def whole(self, choices: Sequence[tuple[str, list[Told], str]], written: int) -> dict[str, Any]:
         """The answer with all choices, each its text, tokens and why it ended."""
@@ -469,15 +479,18 @@ class Writer:
 
     def _chat_logprob(self, x: Told) -> dict[str, Any]:
         def one(token: int, value: float | None) -> dict[str, Any]:
-            piece = self._tokenizer.token_pieces([token])[0]
-            return {"token": self._name(token), "logprob": value, "bytes": list(piece)}
+            return {
+                "token": self._name(token),
+                "logprob": value,
+                "bytes": list(self._piece(token)),
+            }
 
         top = [one(token, value) for token, value in x.top]
         return one(x.token, x.logprob) | {"top_logprobs": top}
 
     def _name(self, token: int) -> str:
         """A name of its own for every token: its text, or its bytes, or its number."""
-        piece = self._tokenizer.token_pieces([token])[0]
+        piece = self._piece(token)
         try:
             return piece.decode() or f"<{token}>"
         except UnicodeDecodeError:

@@ -1,4 +1,5 @@
-"""Classes of texts over REST, in vLLM's form: a label and the probabilities of each text."""
+"""Classes of texts, and of pairs of them, over REST, in vLLM's form: a label and the probabilities
+of each."""
 
 import time
 import uuid
@@ -8,7 +9,7 @@ from typing import Any
 from jaxtrain.models.generate import SHORTEST
 from jaxtrain.predict.heads import Model, classes_of, run_batch, text_rows
 from jaxtrain.serve.answer import Calls, Limits, Numbers
-from jaxtrain.serve.api import MOST, checked
+from jaxtrain.serve.api import MOST, check_model, checked
 from jaxtrain.serve.worker import Worker
 
 
@@ -28,14 +29,15 @@ class Classifier:
             run_batch(self.model, [row] * self.model.size, length)
             length *= 2
 
-    def classify(self, texts: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
-        """Returns the class of each text, and the tokens that were read."""
-        rows = text_rows(self.model, texts, [""] * len(texts))
+    def classify(self, given: Sequence[tuple[str, str]]) -> tuple[list[dict[str, Any]], int]:
+        """Returns the class of each text and second text, which may be empty, and the tokens that
+        were read."""
+        rows = text_rows(self.model, *zip(*given, strict=True))
         return list(classes_of(self.model, rows)), sum(map(rows.size, range(len(rows))))
 
 
 class Classification(Calls):
-    """One request for the classes of texts.
+    """One request for the classes of texts or pairs.
 
     Raises:
       LookupError: there is no such model.
@@ -45,18 +47,17 @@ class Classification(Calls):
     def __init__(self, worker: Worker, name: str, body: Any, numbers: Numbers, limits: Limits):
         super().__init__(worker, numbers, limits)
         body = checked(body, {"model", "input", "user"})
-        if body.get("model", name) != name:
-            raise LookupError(f"model is {body['model']!r}: ask for {name}")
-        texts = body.get("input")
-        self._texts, self._name = [texts] if isinstance(texts, str) else texts, name
-        is_list = isinstance(self._texts, list) and 1 <= len(self._texts) <= MOST
-        if not is_list or not all(isinstance(text, str) for text in self._texts):
-            raise ValueError(f"input must be a text, or a list of at most {MOST} texts")
+        check_model(body, (name,))
+        given = body.get("input")
+        given = given if isinstance(given, list) else [given]
+        if not 1 <= len(given) <= MOST:
+            raise ValueError(f"input has {len(given)} texts: give from 1 to {MOST}")
+        self._given, self._name = list(map(_text_and_pair, given)), name
 
     async def whole(self) -> dict[str, Any]:
         model, read, data = self._worker.engine.model, 0, []
-        starts = range(0, len(self._texts), model.size)
-        parts = [self._texts[start : start + model.size] for start in starts]
+        starts = range(0, len(self._given), model.size)
+        parts = [self._given[start : start + model.size] for start in starts]
         async for found, tokens in self.each(self._worker.engine.classify, parts):
             read += tokens
             for each in found:
@@ -73,3 +74,16 @@ class Classification(Calls):
             "data": data,
             "usage": {"prompt_tokens": read, "completion_tokens": 0, "total_tokens": read},
         }
+
+
+def _text_and_pair(given: Any) -> tuple[str, str]:
+    """A text and a second one, "" where there is none, as rows of a file name them."""
+    row = {"text": given} if isinstance(given, str) else given
+    names = {"text", "text_pair"}
+    if not isinstance(row, dict) or "text" not in row or row.keys() - names:
+        raise ValueError(
+            "input must be a text, an object with text and text_pair, or a list of such"
+        )
+    if not all(isinstance(each, str) for each in row.values()):
+        raise ValueError("text and text_pair must be texts")
+    return row["text"], row.get("text_pair", "")

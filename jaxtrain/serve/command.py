@@ -155,9 +155,7 @@ def run_serve(options: ServeOptions, rest: list[str]) -> int:
         return 0
     if isinstance(opened.model, T5Config):
         sizes = {"slots": options.slots, "readers": options.readers, "longest": options.longest}
-        # A pretrained model may have more tokens than its tokenizer, which has no text for those.
-        model = dataclasses.replace(opened.model, vocab_size=opened.tokenizer.vocab_size)
-        engine = SourceEngine(model, opened.params, mesh=mesh, **sizes)
+        engine = SourceEngine(opened.model, opened.params, mesh=mesh, **sizes)
         reader = reader_of(opened, (name,), None, engine.longest, sources=engine.sources)
         engine.warm_up()
         listen(make_app(engine, reader, **guard), name=name, **given)
@@ -222,7 +220,9 @@ def _serve_replicas(options: ServeOptions, limits: Limits, *, name: str, **given
     try:
         for replica in replicas:
             replica.wait()
-        listen(make_front(replicas, limits=limits), name=name, **given)
+        models = name, *(each.partition("=")[0] for each in options.adapter)
+        key = os.environ.get(KEY) or None
+        listen(make_front(replicas, models, limits=limits, key=key), name=name, **given)
     finally:
         for replica in replicas:
             replica.close()

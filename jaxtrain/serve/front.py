@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from jaxtrain.host import extras
 from jaxtrain.serve.answer import DEFAULT_LIMITS, Limits, line
+from jaxtrain.serve.api import check_model
 from jaxtrain.serve.pages import digests_of
-from jaxtrain.serve.server import body_of, gone, refusal
+from jaxtrain.serve.server import NO_KEY, body_of, gone, has_key, refusal
 from jaxtrain.serve.worker import FAILED
 
 log = logging.getLogger(__name__)
@@ -200,11 +201,19 @@ class Continued:
         raise ConnectionResetError("the stream has no end")
 
 
-def make_front(replicas: Sequence[Replica], *, limits: Limits = DEFAULT_LIMITS) -> Any:
-    """Makes the application that passes all on to replicas.
+def make_front(
+    replicas: Sequence[Replica],
+    models: Sequence[str],
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    key: str | None = None,
+) -> Any:
+    """Makes the application that passes on to replicas what names one of their models.
 
     Args:
+      models: the name of the model, and those of its adapters.
       limits: those of each replica.
+      key: what clients must give as an API key; None asks for none.
 
     Raises:
       ImportError: starlette is not installed.
@@ -273,7 +282,12 @@ def make_front(replicas: Sequence[Replica], *, limits: Limits = DEFAULT_LIMITS) 
             return Response(status_code=499)
         if raw is None:
             return refusal(413, f"the body is larger than {limits.body} bytes: send less")
-        raw, beginnings = await asyncio.to_thread(_prepared, raw)
+        try:
+            raw, beginnings = await asyncio.to_thread(_prepared, raw, models)
+        except LookupError as error:
+            # The names are for those alone who may ask.
+            known = has_key(request, key)
+            return refusal(404, error.args[0]) if known else refusal(401, NO_KEY)
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         parts = told(Request(request.method, target, request.headers.raw, raw), beginnings)
         work, watch = asyncio.ensure_future(anext(parts)), asyncio.ensure_future(gone(request))
@@ -347,16 +361,19 @@ def _own(replicas: Sequence[Replica]) -> str:
     )
 
 
-def _prepared(raw: bytes) -> tuple[bytes, list[bytes]]:
+def _prepared(raw: bytes, models: Sequence[str]) -> tuple[bytes, list[bytes]]:
     """A body with a seed, so that another replica draws alike, and the beginnings of its prompt; a
-    body that cannot be read stays, and is the replica's to refuse."""
+    body that cannot be read stays, and is the replica's to refuse. Raises LookupError where it
+    names another model."""
     try:
         body = json.loads(raw)
+        named = {name: value for name, value in body.items() if value is not None}
         text = json.dumps([body.get(name) for name in ("model", "messages", "prompt")]).encode()
         if "prompt" in body or "messages" in body:
             drawn = int.from_bytes(os.urandom(4), "little")
             body["seed"] = drawn if body.get("seed") is None else body["seed"]
     except (ValueError, RecursionError, AttributeError):
         return raw, []
+    check_model(named, models)
     whole = len(text) // BLOCK * BLOCK
     return json.dumps(body).encode(), digests_of(list(text[:whole]), BLOCK)

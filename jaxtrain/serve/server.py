@@ -24,6 +24,8 @@ from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.sources import SourceEngine
 from jaxtrain.serve.worker import FAILED, Worker
 
+NO_KEY = "the API key is missing or wrong: give it as a bearer token"
+
 
 def make_app(
     engine: Engine | Classifier, reader: Reader | str, *, limits: Limits = DEFAULT_LIMITS, **given
@@ -87,15 +89,10 @@ def application(
         numbers.answers[status] += 1
         return refusal(status, sentence)
 
-    def is_known(request: Any) -> bool:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        # Headers are bytes, which are told as Latin-1.
-        return key is None or hmac.compare_digest(given.encode("latin-1"), key.encode())
-
     async def answer(request: Any) -> Response:
         read = paths[request.url.path.removeprefix("/v1/")]
-        if not is_known(request):
-            return refused(401, "the API key is missing or wrong: give it as a bearer token")
+        if not has_key(request, key):
+            return refused(401, NO_KEY)
         if not worker.is_well:
             return refused(503, FAILED)
         if numbers.live >= limits.requests:
@@ -161,8 +158,8 @@ def application(
                 await self.body_iterator.aclose()
 
     async def names(request: Any) -> Response:
-        if not is_known(request):
-            return refused(401, "the API key is missing or wrong: give it as a bearer token")
+        if not has_key(request, key):
+            return refused(401, NO_KEY)
         one = {"object": "model", "created": started, "owned_by": "jaxtrain"}
         base, *adapters = models
         data = [one | {"id": base}, *(one | {"id": each, "parent": base} for each in adapters)]
@@ -188,6 +185,13 @@ def application(
     app = Starlette(routes=routes, lifespan=lifespan)
     app.state.worker = worker
     return app
+
+
+def has_key(request: Any, key: str | None) -> bool:
+    """Whether a request has the API key, where one is asked for."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    # Headers are bytes, which are told as Latin-1.
+    return key is None or hmac.compare_digest(given.encode("latin-1"), key.encode())
 
 
 def refusal(status: int, sentence: str) -> Any:

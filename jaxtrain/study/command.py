@@ -88,7 +88,7 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
     check_devices(options.workers, environ)
     experiment = build_experiment(module, config)
     check_installed(options.sampler)
-    runs = _runs_of(options, rest, config, experiment)
+    runs = runs_of(options, rest, config, experiment)
     record = {
         "module": options.experiment,
         "flags": shlex.join(rest),
@@ -99,32 +99,21 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         "has_storage": options.storage is not None,  # whose URL may hold a password
     }
     folder, name = runs.folder, join(runs.folder, json.loads(json.dumps(record)))
-    asked = threading.Event()
-    watch = SignalWatch(lambda number: asked.set())
-    with output.lasting(), watch, Lease(folder / LEASES) as lease:
-        trials = Trials(
-            folder,
-            space,
-            name=name,
-            mode=runs.mode,
-            count=options.trials,
-            token=lease.token,
-            sampler=options.sampler,
-            pruner=options.pruner,
-            resources=(config.run.eval_every, experiment.steps),
-            storage=options.storage,
-            seed=config.seed,
-        )
-        done = work(
-            trials,
-            runs,
-            workers=options.workers,
-            environ=environ,
-            stop=asked.is_set,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
-        )
-    if not done:
-        print("interrupted: the same command goes on with the study", file=sys.stderr)
+    trials = conduct(
+        folder,
+        space,
+        runs,
+        workers=options.workers,
+        environ=environ,
+        name=name,
+        count=options.trials,
+        sampler=options.sampler,
+        pruner=options.pruner,
+        resources=(config.run.eval_every, experiment.steps),
+        storage=options.storage,
+        seed=config.seed,
+    )
+    if trials is None:
         return exit_codes.PREEMPTED
     with FileLock(folder / LOCK):
         page = report.write(folder, trials.all(), runs)
@@ -135,11 +124,41 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
     return 0
 
 
+def conduct(
+    folder: pathlib.Path,
+    space: Sequence[spaces.Dimension],
+    runs: Runs,
+    *,
+    workers: int,
+    environ: Mapping[str, str],
+    **how: Any,
+) -> Trials | None:
+    """Does the trials of a study, with all who have joined it, until they have ended; None where a
+    signal has asked for an end before. ``how`` are arguments of :class:`Trials`."""
+    asked = threading.Event()
+    watch = SignalWatch(lambda number: asked.set())
+    with output.lasting(), watch, Lease(folder / LEASES) as lease:
+        trials = Trials(folder, space, mode=runs.mode, token=lease.token, **how)
+        done = work(
+            trials,
+            runs,
+            workers=workers,
+            environ=environ,
+            stop=asked.is_set,
+            say=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+    if not done:
+        print("interrupted: the same command goes on with the study", file=sys.stderr)
+        return None
+    spent = runs.seconds([trial.number for trial in trials.all()])
+    share = spent["compile"] / (spent.total() or 1.0)
+    print(f"time         {spent.total():,.0f} s of all runs, {share:.0%} of it for compiling")
+    return trials
+
+
 def _check(options: StudyOptions, config: Any) -> None:
     """Refuses flags of the experiment that do not go with a study."""
-    if typed := [name for name in OF_START if getattr(config.run, name)]:
-        flag = f"--{typed[0].replace('_', '-')}"
-        raise ValueError(f"{flag} is of one run, and a study starts many in its --study-dir")
+    refuse_start(config)
     if options.pruner != "none" and not config.run.eval_every:
         raise ValueError(
             f"`pruner` is {options.pruner!r} and `eval_every` 0: give the steps between "
@@ -147,9 +166,17 @@ def _check(options: StudyOptions, config: Any) -> None:
         )
 
 
-def _runs_of(
-    options: StudyOptions, rest: Sequence[str], config: Any, experiment: Experiment
-) -> Runs:
+def refuse_start(config: Any) -> None:
+    """Raises ValueError where a flag says how one run starts."""
+    if typed := [name for name in OF_START if getattr(config.run, name)]:
+        flag = f"--{typed[0].replace('_', '-')}"
+        raise ValueError(f"{flag} is of one run, and a study starts many in its --study-dir")
+
+
+def runs_of(options: Any, rest: Sequence[str], config: Any, experiment: Experiment) -> Runs:
+    """Returns the runs of a study with these options, which have ``study_dir``, ``experiment`` and
+    ``repeats``, and these flags of the experiment."""
+
     def words(values: Mapping[str, Any]) -> list[str]:
         given = values.items()
         return [flag_word(options.experiment, config, n, spaces.text_of(v)) for n, v in given]

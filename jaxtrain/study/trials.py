@@ -47,6 +47,7 @@ class Trials:
       token: of this process's lease.
       storage: an Optuna URL; None for a journal in the folder.
       seed: of the sampler; not of the runs.
+      points: the values of every trial, in order, in place of what a sampler chooses.
     """
 
     def __init__(
@@ -56,18 +57,19 @@ class Trials:
         *,
         name: str,
         mode: Literal["min", "max"],
-        count: int | None,
+        count: int | None = None,
         token: str,
         sampler: str = "tpe",
         pruner: str = "none",
         resources: tuple[int, int] = (1, 1),
         storage: str | None = None,
         seed: int = 0,
+        points: Sequence[Mapping[str, Value]] | None = None,
     ):
         optuna = _optuna()
         self.folder, self.space, self.mode, self.token = folder, space, mode, token
         self._optuna, self._lock, self._leases = optuna, FileLock(folder / LOCK), None
-        points = spaces.grid(space) if sampler == "grid" else []
+        points = points or (spaces.grid(space) if sampler == "grid" else [])
         self.count = count or (len(points) if points else TRIALS)
         if points:
             self.count = min(self.count, len(points))

@@ -4,8 +4,10 @@ A run is started again in its folder where it was lost, and resumes there. What 
 what is reported of it; the run itself knows nothing of the study.
 """
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -22,6 +24,7 @@ from jaxtrain.host import distributed, exit_codes
 from jaxtrain.host.paths import as_path, look, write_whole
 from jaxtrain.run.folder import LOG, STOPPED
 from jaxtrain.run.launch import Guard, newest_step
+from jaxtrain.run.observe import goodput
 from jaxtrain.run.observe.report.records import Series, read_run
 from jaxtrain.study.trials import Claim, Trials
 
@@ -71,6 +74,15 @@ class Runs:
         with contextlib.suppress(ValueError):  # nothing is there yet
             return read_run(as_path(run_dir), "").series.get(self.metric, _NOTHING)
         return _NOTHING
+
+    def seconds(self, numbers: Sequence[int]) -> collections.Counter[str]:
+        """Where the time of these trials' runs went, by activity."""
+        total: collections.Counter[str] = collections.Counter()
+        for number, seed in itertools.product(numbers, self.seeds):
+            with contextlib.suppress(ValueError):  # nothing is there
+                run = read_run(as_path(self.run_dir(number, seed)), "")
+                total.update(goodput.account(run.attempts))
+        return total
 
     def value(self, run_dir: pathlib.Path) -> float | None:
         """What a run comes to; None where it has logged none."""

@@ -56,7 +56,7 @@ FORMS["gpt oss"] = dataclasses.replace(
     window_pattern=(True, False),
 )
 FORMS["dense first"] = dataclasses.replace(EXPERTS, dense_layers=1, dense_width=48, dropout=0.1)
-FORMS["experts, biased"] = dataclasses.replace(EXPERTS, routing="sigmoid")
+FORMS["experts, biased"] = dataclasses.replace(EXPERTS, routing="sigmoid", balance_over="step")
 INTERLEAVED = {"schedule": "interleaved", "virtual": 2}
 
 

@@ -165,10 +165,13 @@ def test_flags_of_members():
     first = {"lora.rank": 4, "optimizer.learning_rate": 1e-4, "seed": 3}
     assert members[0] == first
     assert members[1] == first | {"seed": 4}
+    spread = Population(vary=("optimizer.learning_rate=log:1e-3:1e-1:3",)).members()
+    assert [member["optimizer.learning_rate"] for member in spread] == [0.001, 0.01, 0.1]
     for given, message in (
         ({"size": 3, "vary": vary}, "`population.size` is 3, .* makes 4 members: give a multiple"),
         ({"vary": ("lora.rank",)}, "has 'lora.rank': write each flag once, with its numbers"),
         ({"size": 4, "vary": ("seed=1,2",)}, "makes 2 members: give that"),
+        ({"vary": ("lora.rank=log:4:2:2",)}, "or log:1e-4:1e-1:7"),
     ):
         with pytest.raises(ValueError, match=message):
             Population(**given).members()

@@ -21,6 +21,11 @@ def logits(config, params, tokens, segments=None, positions=None):
     positions = np.arange(len(tokens)) if positions is None else positions
     if config.positions == "learned":
         x = x + np.asarray(params["embed"]["positions"])[positions]
+    if config.embed_scale:
+        x = x * config.width**0.5
+    if config.positions == "sinusoidal":
+        angles = positions[:, None] * 10000.0 ** (-np.arange(0, config.width, 2) / config.width)
+        x = x + np.stack([np.sin(angles), np.cos(angles)], -1).reshape(x.shape)
     for l in range(config.layers):
         x = block(config.block, _layer(params["blocks"], l), x, segments, positions)
     x = _norm(config, params["final_norm"], x)

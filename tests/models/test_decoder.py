@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -30,7 +31,8 @@ B, T = 4, 8
 # Values, shapes and memory are what these tests look at: machine code need not be fast.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "0"})
 
-both_forms = pytest.mark.parametrize("form", FORMS)
+both_forms = pytest.mark.parametrize("form", list(FORMS))
+FORMS["sinusoidal"] = DecoderConfig(**SIZES, positions="sinusoidal", embed_scale=True)
 
 
 @functools.cache
@@ -83,8 +85,10 @@ def assert_close(a, b, **tolerance):
     jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), a, b)
 
 
-@both_forms
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    ("form", "documents"),
+    [*itertools.product(("gpt2", "llama"), (False, True)), ("sinusoidal", True)],
+)
 def test_loss_and_logits_are_those_of_the_definition(form, documents):
     config, params, batch = FORMS[form], params_of(form), batch_of(documents)
     got = quick_jit(decoder.loss_fn(config))(params, batch, None)

@@ -28,8 +28,12 @@ FORMS = {
         "attention_softcap": 50.0,
     },
     "experts": {**LLAMA, "experts": 4, "experts_per_token": 2},
-    "latent attention": {**LLAMA, "kv_rank": 16, "experts": 4, "dense_layers": 1},
     "sinks": {**LLAMA, "sinks": True, "window": 37, "window_pattern": (True, False)},
+    "latent": {
+        **LLAMA,
+        **{"experts": 4, "experts_per_token": 2, "dense_layers": 1, "dense_width": 64},
+        **{"kv_rank": 12, "q_rank": 20, "head_dim": 16, "rope_dim": 4, "v_dim": 8},
+    },
 }
 
 

@@ -20,7 +20,7 @@ from jaxtrain.models.decoding import Cache, decoder_of
 from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import generate_with_routes
 from jaxtrain.ops.remat import REMAT
-from jaxtrain.ops.routing import TINY
+from jaxtrain.ops.routing import TINY, route
 from tests import problems
 
 MOE = decoder.DecoderConfig(
@@ -156,6 +156,33 @@ def test_any_cut_of_a_batch_has_the_loss_the_gradients_and_the_loads_of_the_whol
         assert optax.tree.norm(grads) == optax.tree.norm(
             jax.tree.map(lambda x: jnp.where(jnp.abs(x).max() < 1e-4, 0, x), grads)
         )
+
+
+def test_a_step_is_balanced_by_the_shares_of_the_one_before():
+    """Whole and accumulated: the shares are those of all choices, and so is the loss by them."""
+    config = dataclasses.replace(MOE, balance_over="step", layers=1)
+    batch, optimizer = batch_of(), jt.make_optimizer("sgd", 0.5, clip_norm=0.5)
+    found = {}
+    for accumulate in (1, 2):
+        init_fn = functools.partial(decoder.init, config)
+        state = jt.init_state(init_fn, optimizer, jax.random.key(0))
+        step = jax.jit(
+            jt.build_train_step(decoder.loss_fn(config), optimizer, accumulate=accumulate)
+        )
+        for _ in range(2):
+            before, (state, metrics) = state.params, step(state, batch)
+        found[accumulate] = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
+        found[accumulate] |= {"params": state.params, "balance": metrics["balance_loss"]}
+    choices = np.asarray(decoder.routes(config, before, batch)).swapaxes(0, 1).reshape(1, -1)
+    load_LE = np.stack([np.bincount(x, minlength=5)[:4] for x in choices])
+    shares_LE = state.params["blocks"]["experts"]["shares"]
+    np.testing.assert_allclose(shares_LE, load_LE / load_LE.sum(-1, keepdims=True), rtol=1e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6)
+    jax.tree.map(close, found[1], found[2])
+    x_BTD, shares_E = jax.random.normal(jax.random.key(1), (2, 8, 4)), jnp.array([0.7, 0.2, 0.1])
+    given = route(x_BTD, jnp.eye(4, 3), per_token=1, shares_E=shares_E)
+    probs_BE = jax.nn.softmax(x_BTD[..., :3]).mean(1)
+    np.testing.assert_allclose(given.balance_B, 3 * probs_BE @ shares_E, rtol=1e-6)
 
 
 def test_one_expert_may_take_every_token():

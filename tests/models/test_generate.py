@@ -69,7 +69,10 @@ FORMS["gpt oss"] = DecoderConfig(
 PROMPTS = np.array([[3, 1, 4, 1], [5, 9, 0, 0]], np.int32)
 LENGTHS = np.array([4, 2], np.int32)
 
-both_forms = pytest.mark.parametrize("form", FORMS)
+both_forms = pytest.mark.parametrize("form", list(FORMS))
+FORMS["sinusoidal"] = DecoderConfig(
+    **SIZES, positions="sinusoidal", embed_scale=True, window=3, global_tokens=2
+)
 
 
 @functools.cache
@@ -126,7 +129,7 @@ def test_cached_logits_are_the_uncached_ones(form):
         np.testing.assert_allclose(z, last_logits(form, rows), atol=1e-5)
 
 
-@pytest.mark.parametrize(("form", "penalty"), [("gpt2", 1.7), ("llama", 1.0)])
+@pytest.mark.parametrize(("form", "penalty"), [("gpt2", 1.7), ("llama", 1.0), ("sinusoidal", 1.0)])
 def test_greedy_tokens_are_those_of_the_uncached_forward(form, penalty):
     got = generate(
         FORMS[form],

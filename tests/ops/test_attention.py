@@ -25,9 +25,19 @@ from jaxtrain.sharding.mesh import make_mesh
 
 
 def definition(
-    xp, q_BTHK, k_BTGK, v_BTGK, sinks_H=None, *, causal, segments_BT, window=None, softcap=None,
+    xp,
+    q_BTHK,
+    k_BTGK,
+    v_BTGK,
+    sinks_H=None,
+    *,
+    causal,
+    segments_BT,
+    window=None,
+    leading=0,
+    softcap=None,
     factors_BHTT=1.0,
-):  # fmt: skip
+):
     """The formula, keys and values repeated; ``xp`` is numpy or jax.numpy."""
     T, H, K = q_BTHK.shape[1:]
     k, v = (xp.repeat(x, H // x.shape[2], axis=2) for x in (k_BTGK, v_BTGK))
@@ -35,7 +45,9 @@ def definition(
     scores = scores if softcap is None else softcap * xp.tanh(scores / softcap)
     seen = xp.tril(xp.ones((T, T), bool))[None] if causal else xp.ones((1, T, T), bool)
     if window is not None:
-        seen = seen & (abs(xp.arange(T)[:, None] - xp.arange(T)) < window)
+        near = abs(xp.arange(T)[:, None] - xp.arange(T)) < window
+        first = xp.arange(T) < leading
+        seen = seen & (near | first | (first[:, None] & (not causal)))
     if segments_BT is not None:
         seen = seen & (segments_BT[:, :, None] == segments_BT[:, None, :])
     top = scores.max(-1, keepdims=True)
@@ -59,7 +71,8 @@ def arrays(seed, *, B=2, T=7, H=4, G=2, K=4, documents=None):
     seed=st.integers(0, 99),
     T=st.integers(1, 9),
     groups=st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1)]),
-    causal=st.sampled_from([False, True, 1, 3, -2, -3]),  # a window, see seen_by
+    # A window, and how many are seen beyond it, see seen_by.
+    causal=st.sampled_from([False, True, 1, 3, -2, -3, (2, 3), (-2, 1), (-3, 4)]),
     documents=st.sampled_from([None, 3]),
     softcap=st.sampled_from([None, 0.7]),
     block=st.sampled_from([1, 2, 4, None]),
@@ -95,7 +108,9 @@ def masked(
 
 def seen_by(causal):
     """The arguments of a case: a number is the window of causal attention, or below 0 of other."""
-    return {"causal": causal > 0, "window": None if isinstance(causal, bool) else abs(causal)}
+    causal, leading = causal if isinstance(causal, tuple) else (causal, 0)
+    window = None if isinstance(causal, bool) else abs(causal)
+    return {"causal": causal > 0, "window": window, "leading": leading}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +167,8 @@ def test_no_fused_kernel_takes_a_bias():
         (True, 3, None, True),
         (False, None, 0.7, None),
         (-3, 2, None, None),
-        (4, 2, 0.7, True),
+        ((2, 3), 2, 0.7, True),
+        ((-2, 2), None, None, None),
     ],
 )
 def test_gradients_are_those_of_the_definition(causal, documents, softcap, sinks):

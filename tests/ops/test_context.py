@@ -87,7 +87,7 @@ PADDED = [
     ({"data": 2, "context": 4}, (4, 1), None, {}, None),
     ({"context": 4, "tensor": 2}, (8, 2), 8, {"window": 9}, None),
     ({"context": 8}, (4, 2), 1, {"window": 9}, None),
-    ({"data": 2, "context": 4}, (6, 3), None, {}, None),
+    ({"data": 2, "context": 4}, (6, 3), None, {"window": 5, "leading": 3}, None),
     ({"context": 8}, (2, 1), 4, {"causal": False}, None),
     ({"context": 8}, (2, 2), None, {"causal": False, "window": 5}, None),
     # Pieces in zig-zag, whose tiles are a loop; windows that end within a device, and beyond.
@@ -104,6 +104,7 @@ MORE_PADDED = [
     ({"context": 8}, (2, 2), None, {"causal": False, "window": 12}, "ring"),
     ({"context": 4, "tensor": 2}, (4, 1), 1, {"softcap": 2.0}, "ring"),
     ({"data": 4, "context": 2}, (4, 2), None, {}, "keys"),
+    ({"context": 4, "tensor": 2}, (8, 2), 8, {"window": 9, "leading": 5}, None),
 ]
 
 
@@ -192,6 +193,7 @@ def test_what_cannot_be_split_is_refused_before_it_is_compiled():
         (2, "ring", Mask(sinks=jnp.ones(6)), "`exchange` is 'ring', and attention has sinks"),
         (2, "heads", Mask(), "`exchange` is 'heads', and 6 query heads are not divisible by"),
         (3, "ring", Mask(), "`exchange` is 'ring', and the batch's 3 rows are not divisible"),
+        (2, "ring", Mask(window=2, leading=1), "'ring', and 1 positions are seen by all"),
     ):
         q = jax.ShapeDtypeStruct((rows, 8, 6, 4), jnp.float32)
         with jax.set_mesh(mesh), exchange(asked), pytest.raises(ValueError, match=said):

@@ -529,3 +529,19 @@ def test_what_does_not_divide_is_the_librarys_own_error():
         estimate(tiny({"data": 4}), 6)
     with pytest.raises(ValueError, match="not divisible by mesh axis 'pipe'"):
         estimate(tiny({"pipe": 8}), 8)
+
+
+@pytest.mark.parametrize(
+    ("parts", "hotter"), [(2, 4 / 4 / 7), pytest.param(8, 1.0, marks=pytest.mark.slow)]
+)
+def test_the_hottest_expert_is_priced_by_the_products_of_its_device(parts, hotter):
+    """Of 8 experts on so many devices: one has h times the mean, the others share the rest."""
+    config = steps.gpt_config(model="tiny-moe", layers=2, width=64, heads=2, seq_len=64)
+    layout = Layout.parse(f"data={8 // parts},expert={parts}")
+    config = dataclasses.replace(config, global_batch=16, layout=layout)
+    found = predict(estimate(experiment_gpt.outline(config), 8), parse_target("v5e:2x4"))
+    # Of 2 layers: up and down for 2 experts of 256, forward, and 5 such products backward.
+    flops = 2 * 16 * 64 * 2 * (2 * 64 * 256) * 7 / 8
+    chip = parse_target("v5e:2x4").chip
+    seconds = flops / chip.peak_flops("float32") / chip.efficiency["matmul"]
+    assert found.heat == pytest.approx(hotter * seconds, rel=0.02)

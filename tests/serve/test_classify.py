@@ -51,6 +51,13 @@ def test_classes_are_those_of_transformers_and_nothing_is_compiled(
     assert len({each["label"] for each in found["data"]}) > 1
     (alone,) = json.loads(classifier.ask("/v1/classify", {"input": texts[0]})[1])["data"]
     np.testing.assert_allclose(alone["probs"], found["data"][0]["probs"], atol=1e-6)
+    # Pairs, as transformers reads them; one text alone in their company.
+    pair = tokenizer.encode(texts[1]).tolist()
+    asked = [{"text": texts[2], "text_pair": texts[1]}, texts[0]]
+    first_pair, again = json.loads(classifier.ask("/v1/classify", {"input": asked})[1])["data"]
+    expected = shares(logits("SequenceClassification", folder_of("classes"), ids[2], [*pair, last]))
+    np.testing.assert_allclose(first_pair["probs"], expected, atol=1e-4)
+    np.testing.assert_allclose(again["probs"], found["data"][0]["probs"], atol=1e-6)
     assert model.run._cache_size() == compiled
     assert int(metrics(classifier)["jaxtrain_prompt_tokens_total"]) > sum(map(len, ids))
 
@@ -58,8 +65,11 @@ def test_classes_are_those_of_transformers_and_nothing_is_compiled(
 def test_what_cannot_be_classified_is_refused_in_a_sentence(classifier):
     for body, status, sentence in (
         ({}, 400, "input must be a text"),
-        ({"input": []}, 400, "input must be a text"),
-        ({"input": [[1, 2]]}, 400, "a list of at most 1024 texts"),
+        ({"input": []}, 400, "input has 0 texts: give from 1 to 1024"),
+        ({"input": [[1, 2]]}, 400, "input must be a text, an object"),
+        ({"input": {"text_pair": "a"}}, 400, "input must be a text, an object"),
+        ({"input": {"text": "a", "text_pair": 1}}, 400, "text and text_pair must be texts"),
+        ({"input": {"text": "a", "textpair": "b"}}, 400, "an object with text and text_pair"),
         ({"input": "a", "softmax": False}, 400, "softmax is not known"),
         ({"input": "a", "model": "other"}, 404, "ask for said"),
         ([], 400, "JSON object"),

@@ -88,9 +88,9 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def fronting(*replicas, **limits):
+def fronting(*replicas, key=None, **limits):
     uvicorn = pytest.importorskip("uvicorn")
-    app = make_front(replicas, limits=Limits(**limits))
+    app = make_front(replicas, ("m", "poet"), limits=Limits(**limits), key=key)
     config = uvicorn.Config(app, log_level="error", lifespan="off")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(config)
@@ -175,6 +175,19 @@ def test_a_front_sums_metrics_and_limits_requests():
         assert ask(raw="x" * 100)[0] == 413
     with fronting(StandIn(), requests=0) as ask:
         assert ask(body={"prompt": "a"})[0] == 429
+
+
+def test_another_model_is_refused_by_the_front_itself():
+    replica = StandIn()
+    for key, status, said in (("k", 404, "model is 'n': ask for m or poet"), ("l", 401, "API key")):
+        with fronting(replica, key=key) as ask:
+            found, text = ask(body={"prompt": "a", "model": "n"})
+            assert (found, said in json.loads(text)["error"]["message"]) == (status, True)
+    assert not replica.bodies
+    with fronting(replica) as ask:
+        assert [ask(body={"prompt": "a", "model": name})[0] for name in ("m", "poet", None)] == [
+            200
+        ] * 3
 
 
 class Counted:

@@ -28,7 +28,7 @@ END = 256
 @functools.cache
 def model_of(dtype=jnp.float32):
     config = t5.T5Config(
-        vocab_size=257, source_len=20, target_len=12, layers=2, width=16, heads=4, buckets=8
+        vocab_size=400, source_len=20, target_len=12, layers=2, width=16, heads=4, buckets=8
     )
     params = t5.init(config, jax.random.key(0))
     return config, jax.tree.map(lambda x: (2 * x).astype(dtype), params)
@@ -118,9 +118,14 @@ def test_targets_are_told_over_http_and_what_cannot_be_is_refused():
             Request([*text.encode(), END], 7, temperature=0, ends=frozenset([END]))
             for text in asked["prompt"]
         ]
-        for choice, (_, bits) in zip(found["choices"], answers(engine(), requests), strict=True):
+        written = set()
+        for choice, (ids, bits) in zip(found["choices"], answers(engine(), requests), strict=True):
             told = choice["logprobs"]["token_logprobs"]
             assert np.float32(told).tobytes() == bits
+            # A token of a gap in a source, which the tokenizer lacks, has no text.
+            assert choice["text"] == tokenizer.decode([x for x in ids if x < 256])
+            written |= {x > 256 for x in ids}
+        assert written == {False, True}
         _, text = server.ask("/v1/completions", asked | {"stream": True})
         told = ["", ""]
         for event in events(text):
