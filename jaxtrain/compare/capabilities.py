@@ -97,7 +97,7 @@ def _layouts() -> Iterator[Capability]:
         ("fsdp", "fsdp=2", "fsdp|mesh"),
         ("tensor parallel", "tensor=2", "tensor|mesh"),
         ("context parallel", "data=2,context=2", "context|mesh|positions"),
-        ("ring attention", "context=4,exchange=ring", "exchange|context|mesh|positions"),
+        ("ring attention", "context=2,exchange=ring", "exchange|context|mesh|positions"),
         ("pipeline, 1F1B", f"{pipe},pipeline.schedule=1f1b", "pipe|stage"),
         ("pipeline, interleaved", interleaved, "pipe|stage"),
         ("pipeline, GPipe", f"{pipe},pipeline.schedule=gpipe", "pipe|stage"),
@@ -401,6 +401,7 @@ def _runs() -> Iterator[Capability]:
     run = functools.partial(Capability, group="run")
     yield run("saved and resumed", check=whole_runs.resumed, called="resume|run")
     yield run("generation", check=whole_runs.generated, called="generat|model")
+    yield run("exact log-probabilities", check=whole_runs.exactly_scored, called="exact|model")
     gpt2 = {"flags": ("--model", "gpt2-124m"), "module": "experiments.gpt"}
     yield run("export", **gpt2, check=whole_runs.exported, called="export|model")
 

@@ -2,6 +2,7 @@
 what becomes of their weights."""
 
 import contextlib
+import functools
 import io
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,10 +15,11 @@ from jaxtrain.compare import parity
 from jaxtrain.compile import compile_step
 from jaxtrain.experiment import Experiment
 from jaxtrain.layout import Layout
-from jaxtrain.models import generate
+from jaxtrain.models import exact, generate
 from jaxtrain.run import trained
 from jaxtrain.run.loop import fit
 from jaxtrain.run.options import RunOptions
+from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, key_data, named_leaves
@@ -57,6 +59,30 @@ def generated(experiment: Experiment, layout: Layout) -> Errors:
     state = generate.Weights(placed)
     written = compile_step(step, state, asked, mesh=mesh, donate=False)(state, asked)
     return _bits({"tokens": written}, {"tokens": jax.jit(step)(generate.Weights(params), asked)})
+
+
+def exactly_scored(experiment: Experiment, layout: Layout) -> Errors:
+    """Compares the log-probabilities of what a server writes with a trainer's on a mesh, to the
+    bit."""
+    run, _ = _whole(experiment, layout)
+    model, params, _ = trained.load(run)
+    exact.check_form(model)
+    rows = len(jax.devices())
+    asked = np.random.default_rng(0).integers(0, model.vocab_size, (rows, 4)).tolist()
+    engine = Engine(model, params, slots=3, exact=True)
+    places = {engine.submit(Request(x, NEW_TOKENS, seed=i)): i for i, x in enumerate(asked)}
+    told: list[list[float]] = [[] for _ in asked]
+    while engine.is_busy:
+        for event in engine.step():
+            asked[places[event.number]].append(event.token)
+            told[places[event.number]].append(event.logprob)
+    tokens, mesh = np.array(asked), make_mesh(fsdp=-1)
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    batch["mask"] = np.ones_like(tokens[:, 1:], np.float32)
+    _, placed, _ = trained.load(run, mesh=mesh)
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(exact.log_probs, model))(placed, batch)
+    return _bits({"log-probabilities": found[:, 3:]}, {"log-probabilities": np.float32(told)})
 
 
 def exported(experiment: Experiment, layout: Layout) -> Errors:

@@ -53,19 +53,18 @@ def exchanged(q_BTHK: jax.Array, k_BSGK: jax.Array, mask: Mask, *, draws: bool) 
     if asked in (None, "heads") and H % of_heads == 0:
         reason = Why.HEADS_DIVIDE(**facts) if asked is None else Why.ASKED()
         return Positions("heads", reason)
-    said = (
-        f"{H} query heads are not divisible by mesh axes {facts['axes']} of size {of_heads}"
-        if asked in (None, "heads")
-        else f"`exchange` is {asked!r}"
-    )
+    odd = f"{H} query heads are not divisible by mesh axes {facts['axes']} of size {of_heads}"
     if asked == "heads":
-        raise ValueError(
-            f"`exchange` is 'heads', and {said}: use a divisor of {H}, or leave it out"
-        )
+        raise ValueError(f"`exchange` is 'heads', and {odd}: use a divisor of {H}, or leave it out")
     if mask.bias is not None or draws:
-        what = "dropout on its weights" if draws else "a bias"
+        what = "dropout on its weights (`attention_dropout`)" if draws else "a bias, as T5's,"
+        if asked is not None:
+            raise ValueError(
+                f"`exchange` is {asked!r}, and attention with {what} exchanges positions for heads "
+                "alone: leave it out"
+            )
         raise ValueError(
-            f"{said}, and attention with {what} cannot gather keys instead: use a divisor of {H}"
+            f"{odd}, and attention with {what} cannot gather keys instead: use a divisor of {H}"
         )
     need = f"{mask.leading} positions are seen by all" if mask.leading else None
     need = "attention has sinks, which it lacks" if mask.sinks is not None else need

@@ -60,7 +60,7 @@ class StudyOptions:
     """Number of trials at a time on this host, which share its cores and GPUs evenly."""
     sampler: Literal[SAMPLERS] = "tpe"  # type: ignore[valid-type]
     """Rule that chooses values: TPE, at random, every point of a grid, CMA-ES (for numbers), or
-    Gaussian processes (which need PyTorch)."""
+    Gaussian processes, by expected improvement (gp) or a confidence bound (gp-ucb)."""
     pruner: Literal[PRUNERS] = "none"  # type: ignore[valid-type]
     """Rule that ends bad trials at an evaluation of --eval-every: successive halving, or Hyperband;
     none ends none."""

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 from jaxtrain.host import extras
 from jaxtrain.host.paths import listed
+from jaxtrain.study import gaussian
 from jaxtrain.study import space as spaces
 from jaxtrain.study.lease import FileLock, JournalLock, Leases
 from jaxtrain.study.space import Dimension, Value
 
-SAMPLERS = ("tpe", "random", "grid", "cmaes", "gp")
+SAMPLERS = ("tpe", "random", "grid", "cmaes", "gp", "gp-ucb")
 PRUNERS = ("none", "halving", "hyperband")
 REDUCTION = 3
 TRIALS = 40
@@ -195,9 +196,8 @@ def _sampler(name: str, seed: int) -> Any:
     if name == "cmaes":
         extras.load("the sampler cmaes needs the package of that name", "study", "cmaes")
         return samplers.CmaEsSampler(seed=seed)
-    if name == "gp":
-        extras.load("the sampler gp needs PyTorch", "bench", "torch")
-        return samplers.GPSampler(seed=seed, n_startup_trials=8)
+    if name in ("gp", "gp-ucb"):
+        return gaussian.make_sampler(_optuna(), "ucb" if name == "gp-ucb" else "ei", seed=seed)
     if name == "tpe":  # which takes trials that still run for bad ones, so that workers spread
         return samplers.TPESampler(seed=seed, constant_liar=True)
     return samplers.RandomSampler(seed=seed)  # of a grid all points wait already

@@ -14,7 +14,7 @@ from jaxtrain.models import decoder, exact
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.serve.engine import Engine, Request
 
-VOCAB, T = 61, 150
+VOCAB, T = 257, 150
 LLAMA = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
 FORMS = {
     "gpt2": {},
@@ -117,9 +117,8 @@ SIZES = (
 )
 
 
-@pytest.mark.parametrize(("dtype", "sizes"), [("float32", SIZES[:1]), ("bfloat16", SIZES[1:2])])
-def test_a_trainer_has_the_bits_of_a_server(dtype, sizes):
-    assert check("llama", dtype, trials=1, sizes=sizes) > 80
+def test_a_trainer_has_the_bits_of_a_server():
+    assert check("llama", "bfloat16", trials=1, sizes=SIZES[:1]) > 80
 
 
 @pytest.mark.slow
@@ -169,7 +168,9 @@ def test_a_step_has_these_bits_and_the_gradient_of_the_usual_pass(axes):
         return ratios
 
     given = batch | {"sampled": sampled_BT, "own": own}
-    expected = jax.grad(lambda p: loss(usual_log_probs)(p, given, None).total / 120)(params)
+    expected = jax.jit(jax.grad(lambda p: loss(usual_log_probs)(p, given, None).total / 120))(
+        params
+    )
     mesh = jt.make_mesh(**axes, devices=jax.devices()[: 2 ** len(axes)])
     optimizer = jt.make_optimizer("sgd", learning_rate=1.0)
     state = jt.init_state(lambda _: params, optimizer, jax.random.key(0), mesh=mesh, rules=rules)
@@ -182,12 +183,18 @@ def test_a_step_has_these_bits_and_the_gradient_of_the_usual_pass(axes):
         np.testing.assert_allclose(x - y, g, atol=2e-5 * max(1, np.abs(g).max()))
 
 
+@pytest.mark.slow
 def test_rows_end_where_nothing_counts_and_agree_with_the_usual_pass():
     config, params = model_of("llama")
     batch = batch_of(3)
     found, expected = trainer(config)(params, batch), usual_log_probs(config, params, batch)
     np.testing.assert_allclose(found[:, :30], expected[:, :30], atol=1e-4)
     assert not found[:, 30:].any()
+    every = jax.jit(jax.grad(lambda params: exact.log_probs(config, params, batch).sum()))(params)
+    cut = {name: x[:, :30] for name, x in batch.items()}
+    first = jax.jit(jax.grad(lambda params: exact.log_probs(config, params, cut).sum()))(params)
+    for x, y in zip(jax.tree.leaves(every), jax.tree.leaves(first), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
 
 
 @pytest.mark.slow

@@ -184,12 +184,12 @@ def test_what_cannot_be_split_is_refused_before_it_is_compiled():
     ):
         check_length(30)
     dropped = {"heads": 6, "kv_heads": 3, "head_dim": 8, "attention_dropout": 0.1}
-    with pytest.raises(ValueError, match=r"6 query heads .* with dropout on its weights cannot"):
+    with pytest.raises(ValueError, match=r"6 query heads .* with dropout on its weights .* cannot"):
         compiled(mesh, dataclasses.replace(MODEL, **dropped))
     bias = Mask(bias=jnp.ones((6, 15)))
     for rows, asked, mask, said in (
-        (2, None, bias, "size 4, and attention with a bias cannot gather keys"),
-        (2, "ring", bias, "`exchange` is 'ring', and attention with a bias cannot"),
+        (2, None, bias, "size 4, and attention with a bias, as T5's, cannot gather keys"),
+        (2, "ring", bias, "`exchange` is 'ring', and attention with a bias, as T5's, exchanges"),
         (2, "ring", Mask(sinks=jnp.ones(6)), "`exchange` is 'ring', and attention has sinks"),
         (2, "heads", Mask(), "`exchange` is 'heads', and 6 query heads are not divisible by"),
         (3, "ring", Mask(), "`exchange` is 'ring', and the batch's 3 rows are not divisible"),

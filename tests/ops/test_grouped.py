@@ -166,3 +166,21 @@ def test_routes_are_replayed():
     other = route(x, 2 * kernel[:, ::-1], per_token=J, routes_BTJ=first.experts_BTJ)
     assert (other.experts_BTJ == first.experts_BTJ).all()
     np.testing.assert_allclose(other.weights_BTJ.sum(-1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_has_the_bits_that_it_has_whatever_others_choose(dtype):
+    """Others fill large tiles or small ones, and stand before it in its expert's order."""
+    random, n, experts = np.random.default_rng(0), 1024, 4
+    x_BTD, up, down = (
+        jnp.asarray(random.normal(size=shape), dtype)
+        for shape in ((1, n, 48), (experts, 48, 64), (experts, 64, 48))
+    )
+    run = jax.jit(lambda e: expert_mlp("relu", x_BTD, {"up": up, "down": down}, gates, e))
+    gates = jnp.asarray(random.uniform(size=(1, n, J)), jnp.float32)
+    own = np.stack([random.permutation(experts)[:J] for _ in range(n)])
+    mine = np.arange(n) % 3 == 0
+    first = np.asarray(run(own[None]))[0, mine]
+    for few in (1, 2):
+        others = np.where(mine[:, None], own, np.stack([own[:, 0] % few, own[:, 0] % few + 1], -1))
+        np.testing.assert_array_equal(np.asarray(run(others[None]))[0, mine], first)

@@ -18,6 +18,7 @@ from jaxtrain.engines.pipeline.tables import make_table
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.attention import attention
+from jaxtrain.ops.context import exchange
 from jaxtrain.ops.scaled import scaled_product
 from jaxtrain.planning.hlo import read_program
 from jaxtrain.planning.targets import parse_target
@@ -563,3 +564,31 @@ def test_products_of_eight_bits_are_such_in_the_gpu_compilers_program():
         ["f8e4m3fn", "f8e5m2"],
         ["f8e4m3fn", "f8e5m2"],
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["heads", "ring"])
+def test_rows_that_are_split_need_memory_by_their_part_and_gather_nothing_on_a_tpu(by):
+    """Temporaries of a step fall as the devices grow, for positions of one row are all there is."""
+    model = dataclasses.replace(LLAMA, seq_len=16384, heads=8, kv_heads=None, remat="full")
+    rules = jt.Rules(decoder.RULES, batch=decoder.BATCH)
+    policy, used = jt.Policy.bf16(), []
+    for target, parts in (("v5e:2x2", 4), ("v5e:2x4", 8)):
+        mesh = jt.make_mesh(context=parts, devices=devices_of(target))
+        optimizer = jt.make_optimizer("adamw", 1e-3)
+        state = jt.abstract_state(
+            functools.partial(decoder.init, model), optimizer, mesh=mesh, rules=rules, policy=policy
+        )
+        step = jt.build_train_step(decoder.loss_fn(model), optimizer, policy=policy)
+        batch = steps.batch_shapes(1, model.seq_len)
+        with exchange(by):
+            train = jt.compile_step(step, state, batch, mesh=mesh, rules=rules)
+        used.append(train.compiled.memory_analysis().temp_size_in_bytes)
+        text = train.compiled.as_text()
+        found = {kind for kind in ("all-to-all", "collective-permute") if f" {kind}" in text}
+        assert found == {"heads": {"all-to-all"}, "ring": {"collective-permute"}}[by]
+        # A row of queries, or of keys, would be 16,384 x 256.
+        gathered = re.findall(r"= \w+\[([\d,]+)\][^=]* all-gather\(", text)
+        assert all(math.prod(map(int, x.split(","))) <= model.seq_len for x in gathered)
+    # Tiles of scores and weights' gradients stay as large.
+    assert used[1] < {"heads": 0.6, "ring": 0.8}[by] * used[0]

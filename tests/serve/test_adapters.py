@@ -20,7 +20,7 @@ from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.tree import is_a, map_kind, path_name
 from tests.hf import models
-from tests.serve.test_engine import SIZES, answers, model_of, prompts
+from tests.serve.test_engine import SIZES, answers, engine_of, model_of, prompts
 
 # Of other ranks, kernels and kinds.
 CHANGES = {
@@ -61,12 +61,12 @@ def told(engine, requests):
     return [tokens for tokens, _ in found], [np.frombuffer(x, np.float32) for _, x in found]
 
 
-def test_rows_of_one_batch_have_their_own_adapters():
+def test_rows_of_one_batch_have_their_own_adapters(monkeypatch):
     config, plain = model_of("llama")
     whole, kernels = adapted()
     engine = Engine(config, plain, **SIZES, adapters=kernels)
     beginning = prompts(2, 20)[0]  # alike in all: keys and values are not
-    alone = Engine(config, plain, **SIZES)
+    alone = engine_of("llama")
     names = [None, *CHANGES]
     together = [asked(beginning, name) for name in names] * 2
     tokens, logprobs = told(engine, together)
@@ -74,7 +74,7 @@ def test_rows_of_one_batch_have_their_own_adapters():
     for at, name in enumerate(names):
         # In other company, and from pages that another has read, the same bits.
         assert bits[at] == bits[at + 4] == answers(engine, [asked(beginning, name)])[0]
-        alone._params = [merge(whole[name]) if name else plain]
+        monkeypatch.setattr(alone, "_params", [merge(whole[name]) if name else plain])
         alone.pool.forget()
         ((expected,), (likely,)) = told(alone, [asked(beginning, None)])
         assert tokens[at] == expected
@@ -98,7 +98,7 @@ def test_company_of_other_adapters_changes_no_bit(dtype):
     ]
     alone = [answers(engine, [request])[0] for request in own]
     if dtype == jnp.float32:
-        without = Engine(config, plain, **SIZES)
+        without = engine_of("llama")
         assert [answers(without, [each])[0] for each in own[::4]] == alone[::4]
     for trial in range(30):
         others = [

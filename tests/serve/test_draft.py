@@ -17,6 +17,7 @@ from tests.serve.test_engine import (
     SIZES,
     answers,
     check_company,
+    engine_of,
     model_of,
     own_requests,
     prompts,
@@ -72,7 +73,7 @@ def check_same(engine, plain, requests):
 def test_tokens_are_those_without_a_draft(draft, least, most):
     """Greedy and drawn ones, of a draft that is often right and of one that hardly is."""
     config, params = model_of("llama")
-    plain = Engine(config, params, **SIZES)
+    plain = engine_of("llama")
     engine = Engine(config, params, **SIZES, draft=draft(), drafts=3)
     assert least <= check_same(engine, plain, own_requests()) <= most
     # Beginnings that both have read, and an end in the middle of what was proposed.
@@ -88,7 +89,7 @@ def test_tokens_are_those_without_a_draft(draft, least, most):
 @pytest.mark.parametrize("drafts", [1, 5])
 def test_no_form_or_number_of_proposals_changes_a_token(form, drafts):
     config, params = model_of(form)
-    plain = Engine(config, params, **SIZES)
+    plain = engine_of(form)
     engine = Engine(config, params, **SIZES, draft=near(form), drafts=drafts)
     for seed in range(12):
         requests = [
@@ -100,7 +101,8 @@ def test_no_form_or_number_of_proposals_changes_a_token(form, drafts):
 
 @pytest.mark.slow
 def test_company_changes_no_bit_where_a_draft_proposes():
-    check_company(30, draft=near(noise=0.1), drafts=3)
+    config, params = model_of("llama")
+    check_company(30, Engine(config, params, **SIZES, draft=near(noise=0.1), drafts=3))
 
 
 @pytest.mark.slow
@@ -135,7 +137,7 @@ def test_a_mesh_writes_the_same_tokens_with_a_draft():
     place = lambda x: jax.device_put(x, param_shardings(x, mesh, as_rules(decoder.RULES)))  # noqa: E731
     draft_config, draft = near()
     split = Engine(config, place(params), **SIZES, mesh=mesh, draft=(draft_config, place(draft)))
-    plain = Engine(config, params, **SIZES)
+    plain = engine_of("llama")
     requests = [Request(prompt, 8, temperature=0) for prompt in prompts(6, 3, 19, 8)]
     ours, theirs = (answers(each, requests) for each in (split, plain))
     assert [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs]

@@ -6,21 +6,20 @@ import numpy as np
 import pytest
 
 from jaxtrain import hf
-from jaxtrain.models import decoder
 from jaxtrain.serve.engine import Engine
 from tests.hf import models
 from tests.serve.conftest import engine as served
-from tests.serve.test_engine import SIZES, model_of, prompts
+from tests.serve.test_engine import engine_of, logits_of, model_of, prompts
 
 
 def test_an_embedding_is_what_the_head_multiplies():
-    config, params = model_of("untied")
+    _, params = model_of("untied")
     rows = prompts(0, 5, 8, 6, 1, 7)
-    engine = Engine(config, params, **SIZES)
+    engine = engine_of("untied")
     groups = engine.groups(rows)
     assert groups == [[0, 1], [2, 4], [3]]  # two readers; all but the fourth are padded to 8
     padded = np.array([row + [0] * (8 - len(row)) for row in rows])
-    logits_BTV = np.float64(decoder.logits(config, params, padded))
+    logits_BTV = np.float64(logits_of("untied")(padded))
     for pooling in ("mean", "last"):
         found = np.zeros((5, 16), np.float32)
         for group in groups:

@@ -48,6 +48,25 @@ def model_of(form="gpt2", dtype=jnp.float32):
     return config, jax.tree.map(lambda x: (3 * x).astype(dtype), params)
 
 
+@functools.cache
+def logits_of(form):
+    config, params = model_of(form)
+    return jax.jit(lambda tokens: decoder.logits(config, params, tokens))
+
+
+@functools.cache
+def _shared(form, dtype, sizes):
+    return Engine(*model_of(form, dtype), **dict(sizes))
+
+
+def engine_of(form="gpt2", dtype=jnp.float32, **sizes):
+    """An engine that tests share, since each compiles two programs; it has read nothing."""
+    engine = _shared(form, dtype, tuple(sorted((SIZES | sizes).items())))
+    assert not engine.is_busy
+    engine.pool.forget()
+    return engine
+
+
 def prompts(seed, *lengths):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 31, length).tolist() for length in lengths]
@@ -78,7 +97,7 @@ def answers(engine, requests, *, cancel=()):
 def test_tokens_are_those_of_generation(form):
     config, params = model_of(form)
     asked = prompts(0, 1, 7, 8, 9, 20, 16)
-    engine = Engine(config, params, **SIZES)
+    engine = engine_of(form)
     found = answers(engine, [Request(prompt, 12, temperature=0) for prompt in asked])
     rows = [prompt + [0] * (20 - len(prompt)) for prompt in asked]
     lengths = [len(prompt) for prompt in asked]
@@ -98,10 +117,13 @@ def own_requests():
     ]
 
 
-def check_company(trials, form="llama", dtype=jnp.float32, quantize=None, **sizes):
+def packed_engine(form, dtype, quantize, **sizes):
     config, params = model_of(form, dtype)
     params = Quantize(quantize, group=4).params(params, jax.random.key(0))
-    engine = Engine(config, params, **SIZES | sizes)
+    return Engine(config, params, **SIZES | sizes)
+
+
+def check_company(trials, engine):
     alone = [answers(engine, [request])[0] for request in own_requests()]
     assert len({tokens[0] for tokens, _ in alone}) > 1
     rng = np.random.default_rng(0)
@@ -123,12 +145,12 @@ def check_company(trials, form="llama", dtype=jnp.float32, quantize=None, **size
 
 
 def test_company_changes_no_bit():
-    check_company(6)
+    check_company(6, engine_of("llama"))
 
 
 @pytest.mark.parametrize("form", ["windows", pytest.param("llama", marks=pytest.mark.slow)])
 def test_company_changes_no_bit_of_8_bits(form):
-    check_company(6, form, quantize="int8", cache="int8")
+    check_company(6, packed_engine(form, jnp.float32, "int8", cache="int8"))
 
 
 @pytest.mark.slow
@@ -145,7 +167,7 @@ def test_company_changes_no_bit_of_8_bits(form):
     ],
 )
 def test_no_company_of_hundreds_changes_a_bit(form, dtype, sizes):
-    check_company(56, form, dtype, **sizes)
+    check_company(56, packed_engine(form, dtype, **{"quantize": None} | sizes))
 
 
 @pytest.mark.slow
@@ -158,13 +180,14 @@ def test_the_readme_s_loop_runs(capsys):
     assert lines[-1].endswith("length")
 
 
-def test_a_beginning_that_was_read_is_not_read_again():
-    config, params = model_of()
-    engine = Engine(config, params, **SIZES)
+def test_a_beginning_that_was_read_is_not_read_again(monkeypatch):
+    engine = engine_of()
     (prompt,) = prompts(3, 30)
     calls = []
     run = engine._reads
-    engine._reads = lambda *given: (calls.append(given[2].tokens.shape), run(*given))[1]
+    monkeypatch.setattr(
+        engine, "_reads", lambda *given: (calls.append(given[2].tokens.shape), run(*given))[1]
+    )
     first = answers(engine, [Request(prompt, 2, temperature=0)])
     reads = calls.count((2, 8))
     second = answers(engine, [Request(prompt, 2, temperature=0)])
@@ -187,15 +210,14 @@ def test_requests_wait_for_pages_and_end_at_a_token():
 
 
 def test_log_probabilities_are_the_model_s():
-    config, params = model_of("llama")
     (prompt,) = prompts(5, 11)
-    engine = Engine(config, params, **SIZES)
+    engine = engine_of("llama")
     engine.submit(Request(prompt, 6, temperature=0.7, seed=3, top_logprobs=4))
     events = []
     while engine.is_busy:
         events += engine.step()
     row = np.array(prompt + [event.token for event in events])[None]
-    logp = jax.nn.log_softmax(decoder.logits(config, params, row))[0, len(prompt) - 1 :]
+    logp = jax.nn.log_softmax(logits_of("llama")(row))[0, len(prompt) - 1 :]
     logp = np.asarray(logp)
     for n, event in enumerate(events):
         assert event.logprob == pytest.approx(logp[n, event.token], abs=1e-5)
@@ -212,7 +234,9 @@ def test_log_probabilities_are_the_model_s():
 def test_a_cache_of_8_bits_rounds_keys_and_values_and_forgets_how_they_were_read():
     config, params = model_of("llama")
     (prompt,) = prompts(4, 8)
-    engines = [Engine(config, params, **SIZES, cache=kind) for kind in (None, "int8")]
+    engines = [engine_of("llama"), Engine(config, params, **SIZES, cache="int8")]
+    engines[0]._caches = jax.tree.map(jnp.zeros_like, engines[0]._caches)
+    engines[0].pool = PagePool(engines[0].pool.count, 2)
     plain, rounded = (answers(engine, [Request(prompt, 2, temperature=0)]) for engine in engines)
     logprobs = [np.frombuffer(bits, np.float32) for ((_, bits),) in (plain, rounded)]
     np.testing.assert_allclose(*logprobs, atol=0.03)
@@ -251,7 +275,7 @@ def test_what_is_not_finite_stays_with_its_own_request():
 
 
 def test_a_nucleus_of_almost_nothing_is_the_most_probable_token():
-    engine = Engine(*model_of(), **SIZES)
+    engine = engine_of()
     given = {"prompt": [1, 2, 3], "max_tokens": 6}
     asked = [Request(**given, top_p=1e-60), Request(**given, temperature=0)]
     drawn, best = answers(engine, asked)
@@ -262,7 +286,7 @@ def test_a_prompt_as_long_as_the_learned_positions_is_scored():
     config, params = model_of()
     (prompt,) = prompts(8, 40)
     engine = Engine(dataclasses.replace(config, seq_len=40), cut_positions(params, 40), **SIZES)
-    logp = jax.nn.log_softmax(decoder.logits(config, params, np.array([prompt])))[0]
+    logp = jax.nn.log_softmax(logits_of("gpt2")(np.array([prompt])))[0]
     expected = [logp[t, prompt[t + 1]] for t in range(39)]
     np.testing.assert_allclose([x for x, _ in engine.score(prompt)], expected, atol=1e-5)
 
@@ -287,7 +311,7 @@ def test_a_mesh_writes_the_same_tokens(form, cache):
     asked = [Request(prompt, 8, temperature=0) for prompt in prompts(6, 3, 19, 8)]
     given = SIZES | {"cache": cache}
     found = answers(Engine(config, placed, **given, mesh=mesh), asked)
-    expected = answers(Engine(config, params, **given), asked)
+    expected = answers(engine_of(form, cache=cache), asked)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
 
 
@@ -310,7 +334,7 @@ def test_sizes_that_do_not_fit_are_refused(given, said):
 
 
 def test_requests_that_cannot_be_answered_are_refused():
-    engine = Engine(*model_of(), **SIZES)
+    engine = engine_of()
     good = Request([1, 2], 3)
     for change, said in (
         ({"prompt": []}, "empty"),

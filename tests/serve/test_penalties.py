@@ -14,7 +14,7 @@ from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.serve.programs import ENDS
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from tests.serve.test_draft import near
-from tests.serve.test_engine import SIZES, answers, model_of, own_requests, prompts
+from tests.serve.test_engine import SIZES, answers, engine_of, model_of, own_requests, prompts
 
 torch = pytest.importorskip("torch")
 logits_process = pytest.importorskip("transformers.generation.logits_process")
@@ -81,7 +81,7 @@ def shaped():
 
 @pytest.fixture(scope="module")
 def plain():
-    return Engine(*model_of("llama"), **SIZES)
+    return engine_of("llama")
 
 
 def test_answers_are_those_of_the_formula_whoever_shares_the_batch(plain):

@@ -60,7 +60,7 @@ def test_targets_are_those_of_generation():
     segments = np.ones((1, 9), np.int32)
     batch = {"source": np.array([source]), "source_segments": segments}
     batch["tokens"] = np.array([[0, *tokens[:-1]]])
-    log_p = jax.nn.log_softmax(t5.logits(config, params, batch))[0]
+    log_p = jax.nn.log_softmax(jax.jit(functools.partial(t5.logits, config))(params, batch))[0]
     np.testing.assert_allclose(
         np.frombuffer(bits, np.float32), log_p[np.arange(12), tokens], atol=1e-5
     )
@@ -109,17 +109,18 @@ def test_targets_are_told_over_http_and_what_cannot_be_is_refused():
     pytest.importorskip("starlette")
     tokenizer = ByteTokenizer()
     reader = Reader(("t",), tokenizer, 12, frozenset([END]), None, ((), ()), sources=20)
+    asked = {"prompt": ["a source", "b"], "temperature": 0, "max_tokens": 7, "logprobs": 1}
+    requests = [
+        Request([*text.encode(), END], 7, temperature=0, ends=frozenset([END]))
+        for text in asked["prompt"]
+    ]
+    expected = answers(engine(), requests)  # before a thread of the server owns the engine
     with listening(make_app(engine(), reader)) as server:
-        asked = {"prompt": ["a source", "b"], "temperature": 0, "max_tokens": 7, "logprobs": 1}
         status, found = server.complete(**asked)
         assert status == 200
         assert found["usage"]["prompt_tokens"] == len("a source") + 1 + 2  # and their ends
-        requests = [
-            Request([*text.encode(), END], 7, temperature=0, ends=frozenset([END]))
-            for text in asked["prompt"]
-        ]
         written = set()
-        for choice, (ids, bits) in zip(found["choices"], answers(engine(), requests), strict=True):
+        for choice, (ids, bits) in zip(found["choices"], expected, strict=True):
             told = choice["logprobs"]["token_logprobs"]
             assert np.float32(told).tobytes() == bits
             # A token of a gap in a source, which the tokenizer lacks, has no text.

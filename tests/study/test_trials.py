@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from jaxtrain.study.lease import Lease, Leases
@@ -50,7 +51,7 @@ def do(trials):
     return found
 
 
-@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "gp"])
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if "gp" not in name])
 def test_samplers_come_near_the_best(sampler, tmp_path):
     if sampler == "cmaes":
         pytest.importorskip("cmaes")
@@ -156,6 +157,9 @@ def test_pruners_end_what_is_worse_than_the_rest(tmp_path):
 
 
 @pytest.mark.slow
-def test_gaussian_processes_come_nearest(tmp_path):
-    pytest.importorskip("torch")
-    assert min(do(open_trials(tmp_path, SPACE[:2], sampler="gp", count=16))) < 0.05
+@pytest.mark.parametrize("sampler", ["gp", "gp-ucb"])
+def test_gaussian_processes_come_nearest(sampler, tmp_path):
+    trials = open_trials(tmp_path, SPACE, sampler=sampler, count=20)
+    losses = do(trials)
+    assert min(losses) < 0.05
+    assert np.isinf(losses).sum() < 6  # where runs diverge is learned
