@@ -186,8 +186,7 @@ def _models() -> Iterator[Capability]:
         ("vision transformer", "vision", vit, "vit|image|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
     ):
-        ours = "expert=2" if "expert" in called else ""
-        layout = "data=2,expert=2" if name == "experts" else ours
+        layout = "data=2,expert=2" if "expert" in called else ""
         own = {"module": f"experiments.{module}", "called": called}
         yield Capability(name, "model", flags, layout, **own)
 
