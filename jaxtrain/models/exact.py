@@ -25,9 +25,7 @@ from jaxtrain.models import attending, decoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import CausalDecoder, Pages, scan_layers
 from jaxtrain.ops.cached import Tiles
-from jaxtrain.ops.linear import Dora, LowRank
 from jaxtrain.ops.per_device import not_taken_over, split_over
-from jaxtrain.tree import is_a
 
 # Tokens of a block. One alone would be a product of another kind.
 LANES = 16
@@ -164,7 +162,6 @@ def log_probs(config: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
       ValueError: for rows of several documents, and on meshes that split more than rows.
     """
     check_form(config)
-    check_kernels(params)
     if found := {"segments", "positions"} & batch.keys():
         raise ValueError(
             f"the batch has {' and '.join(sorted(found))}: exact log-probabilities are those of "
@@ -188,16 +185,6 @@ def check_form(config: Any) -> None:
         raise ValueError(
             f"a model of the form {form} has no exact log-probabilities: give a decoder, whose "
             "tokens alone are read in one order of sums"
-        )
-
-
-def check_kernels(params: Any) -> None:
-    """Raises ValueError for kernels whose bits differ from one program to another."""
-    leaves = jax.tree.leaves(params, is_leaf=is_a(LowRank | Dora))
-    if any(isinstance(x, LowRank | Dora) for x in leaves):
-        raise ValueError(
-            "the parameters have low-rank kernels, whose sums are not those of another program to "
-            "the bit: for exact log-probabilities give merged ones"
         )
 
 

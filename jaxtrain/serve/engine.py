@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import CausalDecoder
-from jaxtrain.models.exact import TILE, ExactDecoder, check_kernels, check_mesh
+from jaxtrain.models.exact import TILE, ExactDecoder, check_mesh
 from jaxtrain.models.sampling import History, RowSampling
 from jaxtrain.ops.cached import Rounded
 from jaxtrain.ops.linear import kernel_rules
@@ -154,7 +154,6 @@ class Engine:
         if draft is not None:
             _check_draft(draft[0], model, longest, drafts)
         if exact:
-            check_kernels(params)
             _check_exact(page, mesh, adapters, cache)
         self._set_up(model, slots, readers, longest, mesh)
         self.longest, self.chunk, self.page, self.exact = longest, chunk, page, exact

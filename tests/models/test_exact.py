@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.models import decoder, exact
 from jaxtrain.models.decoder import DecoderConfig
@@ -226,9 +225,6 @@ def test_what_cannot_be_exact_is_refused():
             Engine(config, params, exact=True, **given)
     with pytest.raises(ValueError, match="the batch has segments"):
         exact.log_probs(config, params, batch | {"segments": batch["mask"]})
-    tuned = LoRA(rank=2).params(params, jax.random.key(0))
-    with pytest.raises(ValueError, match="the parameters have low-rank kernels"):
-        exact.log_probs(config, tuned, batch)
     for axes, rows, said in (
         ({"tensor": 2}, 4, "the mesh has tensor=2, over which sums"),
         ({"data": 2}, 3, "a batch of 3 rows does not divide over the 2 devices"),
