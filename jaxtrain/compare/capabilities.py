@@ -33,6 +33,7 @@ from jaxtrain.loss import WeightedLoss
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
 from jaxtrain.models import decoder, encoder
+from jaxtrain.models.config import before_stack
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
 from jaxtrain.state import TrainState
@@ -76,6 +77,7 @@ class Capability:
       change: makes it of an experiment, where no flag does.
       check: what is compared in place of train steps, of whole runs.
       needs: the hardware without which it cannot be run, or None.
+      tolerance: the largest error that is rounding, where it is more than that of the precision.
     """
 
     name: str
@@ -87,6 +89,7 @@ class Capability:
     change: Callable[[Experiment], Experiment] | None = None
     check: Check | None = None
     needs: str | None = None
+    tolerance: float = 0.0
 
 
 def _layouts() -> Iterator[Capability]:
@@ -165,7 +168,8 @@ def _tasks() -> Iterator[Capability]:
     yield gpt("z-loss", flags=("--z-loss", "1e-3"))
     # The rate is the preset's, which at this width, 1/128 of Llama's, is so many times as large.
     flags = ("--parametrization", "mup", "--optimizer.learning-rate", "1e-4")
-    yield gpt("muP", flags=flags)
+    # So its gradients begin with much that cancels: by float64, one device's own rounding is 2e-5.
+    yield gpt("muP", flags=flags, tolerance=1e-4)
     yield gpt("packed documents", flags=("--packing", "fit"), called="packing")
     shares = "a=0.5:{0},b=0.5:{0}".format(os.path.relpath(TEXT))
     yield gpt("mixture, two held-out sets", flags=("--data", shares), called="data")
@@ -308,7 +312,7 @@ def _distilled(experiment: Experiment) -> Experiment:
     # As drawn, all tokens are alike to both models, and their divergence is rounding.
     init = lambda rng: jax.tree.map(lambda x: 4 * x, decoder.init(teacher, rng))  # noqa: E731
     loss = decoder.distillation_loss(model, teacher, temperature=2.0, mix=0.5, hidden=0.5)
-    given = {"depth": model.layers, "teacher_rules": decoder.RULES}
+    given = {"depth": model.layers - before_stack(model), "teacher_rules": decoder.RULES}
     return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
 
 
@@ -491,12 +495,15 @@ class Together:
 
     @property
     def tolerance(self) -> float:
-        """The largest error of a leaf that is rounding, by the precision."""
-        return TOLERANCES[self.flags.get("--precision", "f32")]
+        """The largest error of a leaf that is rounding, by the precision and the capabilities."""
+        of_precision = TOLERANCES[self.flags.get("--precision", "f32")]
+        return max(of_precision, *(each.tolerance for each in self.chosen))
 
     @property
     def command(self) -> str:
         """The command that repeats it."""
         with_ = f" with {' and '.join(self.changes)} of one's own" if self.changes else ""
         command = f"jaxtrain parity {self.module} {shlex.join(self.task)} --layout {self.layout}"
+        if any(each.tolerance for each in self.chosen):
+            command += f" --tolerance {self.tolerance:g}"
         return command + with_

@@ -6,7 +6,7 @@ Hinton et al. 2015, https://arxiv.org/abs/1503.02531: the loss of a token is
 
 of which the second is that of both models' softmax at the temperature T.
 
-Shapes: L layers of the student, M of the teacher, K = ceil(M / L).
+Shapes: L stacked layers of the student, M of the teacher, K = ceil(M / L).
 """
 
 import dataclasses
@@ -89,7 +89,7 @@ class Distillation(Change):
       init: ``rng -> params`` of the teacher, in natural order.
       head_loss: ``(params, x, teacher_params, teacher_x, batch) -> WeightedLoss``, in place of the
         student's ``head_loss``, such as :func:`jaxtrain.models.decoder.distillation_loss`.
-      depth: L.
+      depth: L, of the stack alone.
       weights: returns the teacher's trained parameters, which begin in the place of those drawn.
       teacher_rules: its sharding rules, whose patterns begin with ``^``.
       cost: FLOPs of the teacher's forward pass over those of a step of the student.

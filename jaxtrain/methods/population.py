@@ -138,8 +138,8 @@ def populate(experiment: Any, members: Sequence[Member], *, together: str = "map
             def leaf(path: str, x: jax.Array) -> jax.Array:
                 if path in given:
                     return x
-                wider = zip(x.shape, drawn[path].shape, strict=True)
-                return jnp.pad(drawn[path], [(0, n - m) for n, m in wider])
+                wider = [(0, n - m) for n, m in zip(x.shape, drawn[path].shape, strict=True)]
+                return jnp.pad(drawn[path], wider) if wider else drawn[path]
 
             return map_named(leaf, own), rng
 

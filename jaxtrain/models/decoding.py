@@ -231,14 +231,17 @@ class CausalDecoder:
         positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
 
         def layer(layer_params, l, x_BCD, attend):
-            attend = attend if self.config.kv_rank is None else attending.Absorbed(attend)
-            return self._layer(layer_params, l, x_BCD, positions_BC, attend)
+            return self._layer(layer_params, l, x_BCD, positions_BC, self._attends(attend))
 
         batch = {"tokens": tokens_BC, "positions": positions_BC}
         x_BCD = decoder.embed(self.config, params, batch)
         attend = functools.partial(attending.step_attention, self.config.block)
         before = self._before(params)
         return _read(params["blocks"], cache, x_BCD, start_B, count_B, layer, attend, before)
+
+    def _attends(self, attend: attending.Attend) -> attending.Attend | attending.Absorbed:
+        """What its layers attend to a cache with."""
+        return attend if self.config.kv_rank is None else attending.Absorbed(attend)
 
     def _before(self, params):
         """The parameters of the layers before the stack."""

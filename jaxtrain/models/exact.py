@@ -14,7 +14,6 @@ row, H query heads, G key and value heads, K features per head, D width, V vocab
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,7 +61,7 @@ class ExactDecoder(CausalDecoder):
         """What the function :func:`log_probs` gives on one device; it has no derivative."""
         tokens_BT, targets_BT, mask_BT = (batch[name] for name in ("tokens", "targets", "mask"))
         (B, T), start_B = tokens_BT.shape, jnp.zeros(len(tokens_BT), jnp.int32)
-        count_B = jnp.where(mask_BT > 0, jnp.arange(1, T + 1), 0).max(1)
+        count_B = _count(mask_BT)
         pages = self._empty(params, B, T)
         x_BTD, _ = self._extended(params, pages, tokens_BT, start_B, count_B)
 
@@ -81,12 +80,10 @@ class ExactDecoder(CausalDecoder):
 
     def _empty(self, params, rows, positions):
         """Pages of so many rows of their own."""
-        P, dtype = -(-positions // TILE), params["embed"]["tokens"].dtype
-        k, v = (
-            jnp.zeros((self.config.layers, 1 + rows * P, heads, TILE, features), dtype)
-            for heads, features in self.config.block.cached
-        )
-        return Pages(k, v, 1 + jnp.arange(rows * P).reshape(rows, P))
+        P, block = -(-positions // TILE), self.config.block
+        L, dtype = self.config.layers, params["embed"]["tokens"].dtype
+        pages = (jnp.zeros((L, 1 + rows * P, G, TILE, K), dtype) for G, K in block.cached)
+        return Pages(*pages, 1 + jnp.arange(rows * P).reshape(rows, P))
 
     def _extended(self, params, cache, tokens_BC, start_B, count_B):
         B, C = tokens_BC.shape
@@ -123,6 +120,7 @@ class ExactDecoder(CausalDecoder):
             layer_params, l = params_and_index
 
             def attend(q_N1HK, *new, **sinks):
+                new = [x.astype(dtype) for x in new]
                 kept = [
                     x.at[l, page_N, :, at_N % TILE].set(_bits(y_N1GK[:, 0]))
                     for x, y_N1GK in zip(pages, new, strict=True)
@@ -131,19 +129,17 @@ class ExactDecoder(CausalDecoder):
                 numbers = functools.partial(jax.lax.bitcast_convert_type, new_dtype=dtype)
                 tiles = Tiles(TILE, lambda t: tuple(map(numbers, read(t))))
                 own = (x.swapaxes(1, 2) for x in new)
-                return attending.step_attention(
-                    self.config.block, l, q_N1HK, *own, at_N, tiles, **sinks
-                ), kept
+                given = q_N1HK, *own, at_N, tiles
+                return attending.step_attention(self.config.block, l, *given, **sinks), kept
 
-            if self.config.kv_rank is not None:
-                attend = attending.Absorbed(attend)
+            attend = self._attends(attend)
             x_N1D, pages = self._layer(layer_params, l, x_N1D, at_N[:, None], attend)
             return (x_N1D, *pages), None
 
         batch = {"tokens": tokens_N[:, None], "positions": at_N[:, None]}
         x_N1D = decoder.embed(self.config, params, batch)
-        stack = params["blocks"], self._before(params)
-        (x_N1D, k, v), _ = scan_layers(layer, (x_N1D, k, v), *stack)
+        carry, before = (x_N1D, k, v), self._before(params)
+        (x_N1D, k, v), _ = scan_layers(layer, carry, params["blocks"], before)
         return x_N1D[:, 0], k, v
 
 
@@ -165,6 +161,7 @@ def log_probs(config: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
     Raises:
       ValueError: for rows of several documents, and on meshes that split more than rows.
     """
+    check_form(config)
     if found := {"segments", "positions"} & batch.keys():
         raise ValueError(
             f"the batch has {' and '.join(sorted(found))}: exact log-probabilities are those of "
@@ -181,6 +178,16 @@ def log_probs(config: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
     return _log_probs(config, params, kept)
 
 
+def check_form(config: Any) -> None:
+    """Raises ValueError for a model that is no decoder."""
+    if not isinstance(config, DecoderConfig):
+        form = type(config).__name__.removesuffix("Config").lower()
+        raise ValueError(
+            f"a model of the form {form} has no exact log-probabilities: give a decoder, whose "
+            "tokens alone are read in one order of sums"
+        )
+
+
 def check_mesh(shape: Mapping[str, int]) -> None:
     """Raises ValueError for a mesh on which sums would have another order."""
     split = {axis: n for axis, n in shape.items() if n > 1 and axis not in ("data", "fsdp")}
@@ -195,7 +202,7 @@ def check_mesh(shape: Mapping[str, int]) -> None:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _log_probs(config, params, batch):
     exact = ExactDecoder(config).log_probs
-    if not (free := not_taken_over()) or math.prod(_sizes()) == 1:
+    if not (free := not_taken_over()):
         return exact(params, batch)
     rows = PartitionSpec(split_over("batch")[0])
     return jax.shard_map(
@@ -203,6 +210,7 @@ def _log_probs(config, params, batch):
         in_specs=(PartitionSpec(), rows),
         out_specs=rows,
         axis_names=free,
+        # Loops carry what begins alike on all devices.
         check_vma=False,
     )(params, batch)
 
@@ -212,13 +220,16 @@ def _log_probs_jvp(config, primals, tangents):
     (params, batch), (d_params, _) = primals, tangents
 
     def usual(params):
-        return decoder.log_probs(config, params, decoder.run(config, params, batch), batch)
+        log_p_BT = decoder.log_probs(config, params, decoder.run(config, params, batch), batch)
+        at_T = jnp.arange(log_p_BT.shape[1])
+        return jnp.where(at_T < _count(batch["mask"])[:, None], log_p_BT, 0)
 
     return _log_probs(config, params, batch), jax.jvp(usual, (params,), (d_params,))[1]
 
 
-def _sizes() -> tuple[int, ...]:
-    return tuple(jax.sharding.get_abstract_mesh().shape.values())
+def _count(mask_BT: jax.Array) -> jax.Array:
+    """How many tokens of each row there are up to the last that counts."""
+    return jnp.where(mask_BT > 0, jnp.arange(1, mask_BT.shape[1] + 1), 0).max(1)
 
 
 def _bits(x: jax.Array) -> jax.Array:

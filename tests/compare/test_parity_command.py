@@ -127,6 +127,7 @@ def run(capsys, *arguments):
     return status, [line.split() for line in out.splitlines()], error
 
 
+@pytest.mark.slow
 def test_gpt_agrees_on_a_mesh_and_in_an_interleaved_pipeline(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "one.txt").write_text("a cat sat on a mat. " * 200)

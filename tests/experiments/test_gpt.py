@@ -50,6 +50,7 @@ def test_a_small_run_ends_with_bits_per_byte_a_baseline_and_a_sample(texts, tmp_
     assert bits == pytest.approx(last["eval/loss"] / math.log(2), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_generating_continues_the_prompt_with_the_best_checkpoint(texts, tmp_path, capsys):
     run = tmp_path / "run"
     main(Config, build, [*SMALL, "--data", texts, "--run-dir", str(run), "--sample-tokens", "0"])
@@ -297,6 +298,7 @@ def test_a_pipelined_run_resumes_without_a_pipeline_and_back(texts, tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_mixture_is_trained_logged_and_evaluated_by_source_and_a_source_can_be_added(
     texts, tmp_path, capsys
 ):
