@@ -84,8 +84,7 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         raise ValueError(f"`repeats` is {options.repeats} and the space has a seed: give one")
     if options.sampler == "grid":
         spaces.grid(space)  # refuses what cannot be counted
-    environ = os.environ | ({"JAX_PLATFORMS": "cpu"} if config.simulate_devices else {})
-    check_devices(options.workers, environ)
+    environ = environ_of(options, config)
     experiment = build_experiment(module, config)
     check_installed(options.sampler)
     runs = runs_of(options, rest, config, experiment)
@@ -164,6 +163,14 @@ def _check(options: StudyOptions, config: Any) -> None:
             f"`pruner` is {options.pruner!r} and `eval_every` 0: give the steps between "
             "evaluations, after which a trial may end"
         )
+
+
+def environ_of(options: Any, config: Any) -> Mapping[str, str]:
+    """Returns the environment of a study's runs. Raises ValueError where this host's GPUs cannot be
+    dealt to the ``workers`` of its options."""
+    environ = os.environ | ({"JAX_PLATFORMS": "cpu"} if config.simulate_devices else {})
+    check_devices(options.workers, environ)
+    return environ
 
 
 def refuse_start(config: Any) -> None:

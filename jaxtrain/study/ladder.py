@@ -9,7 +9,6 @@ Shapes: R runs, S sizes.
 
 import dataclasses
 import json
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ from jaxtrain.study import laws
 from jaxtrain.study.laws import Best, Law
 from jaxtrain.study.space import Dimension, Value, text_of
 from jaxtrain.study.trials import VALUES, Trials, check_installed
-from jaxtrain.study.workers import Runs, check_devices
+from jaxtrain.study.workers import Runs
 
 RESULTS = "ladder.json"
 # A budget that gives a size fewer steps tells nothing of it.
@@ -120,8 +119,7 @@ def run_ladder(options: LadderOptions, rest: list[str]) -> int:
     device = options.target_device and targets.parse_target(options.target_device)
     module, config = load_config(options.experiment, rest, command="ladder", own=type(options))
     study.refuse_start(config)
-    environ = os.environ | ({"JAX_PLATFORMS": "cpu"} if config.simulate_devices else {})
-    check_devices(options.workers, environ)
+    environ = study.environ_of(options, config)
     models = read_sizes(options.sizes, name="sizes")
     goals = read_sizes(options.target, name="target") if options.target else []
     if len(goals) > 1 or (goals and goals[0].keys() != models[0].keys()):
@@ -129,8 +127,8 @@ def run_ladder(options: LadderOptions, rest: list[str]) -> int:
             f"`target` is {' '.join(options.target)}: give one value for each flag of `sizes`, "
             f"{', '.join(models[0])}"
         )
-    sizes = [measure(options, rest, values)[0] for values in models]
-    goal = measure(options, rest, goals[0]) if goals else None
+    sizes = [measure(options, rest, config, values)[0] for values in models]
+    goal = measure(options, rest, config, goals[0]) if goals else None
     budgets = sorted(options.budgets)
     points = points_of(sizes, budgets)
     N, D = zip(*((s.N, s.tokens * p["steps"]) for s, p in points), strict=True)
@@ -192,14 +190,14 @@ def read_sizes(texts: Sequence[str], *, name: str) -> list[dict[str, Value]]:
 
 
 def measure(
-    options: LadderOptions, rest: Sequence[str], values: Mapping[str, Value]
+    options: LadderOptions, rest: Sequence[str], config: Any, values: Mapping[str, Value]
 ) -> tuple[Size, Experiment, Any]:
-    """Counts a model's parameters, and the tokens and FLOPs of a step, without its data.
+    """Counts a model's parameters, and the tokens and FLOPs of a step, without its data. ``config``
+    is that of the flags ``rest`` alone.
 
     Raises:
       ValueError: the experiment has no such flag or does not take the value, or says no FLOPs.
     """
-    _, config = load_config(options.experiment, rest, command="ladder", own=type(options))
     own = [flag_word(options.experiment, config, flag, text_of(v)) for flag, v in values.items()]
     typed = {word.partition("=")[0].removeprefix("--").replace("_", "-") for word in rest}
     if twice := typed & {*values, "steps", "epochs"}:
@@ -313,14 +311,13 @@ def draw(
     figure = new_figure(8, 5)
     axes = figure.subplots()
     N_S = [size.N for size in sizes]
-    cost = [size.flops / size.tokens for size in sizes]
     N = np.geomspace(min(N_S), max(N_S), 200)
+    flops = laws.flops_per_token(N, N_S, [size.flops / size.tokens for size in sizes])
     for i, budget in enumerate(budgets):
         shade = f"C{i}"
         near = [(s.N, loss) for s, steps, loss in rows if steps == s.steps(budget)]
         axes.plot(*zip(*near, strict=True), "o", color=shade)
-        D = budget / np.exp(np.interp(np.log(N), np.log(N_S), np.log(cost)))
-        axes.plot(N, law.loss(N, D), color=shade, label=f"{budget:.2g} FLOPs")
+        axes.plot(N, law.loss(N, budget / flops), color=shade, label=f"{budget:.2g} FLOPs")
     if forecast is not None:
         low, high = forecast.interval
         whiskers = [[max(0.0, forecast.loss - low)], [max(0.0, high - forecast.loss)]]
@@ -365,14 +362,12 @@ def _table(rows: Sequence[tuple[Size, int, float]], sizes: Sequence[Size], metri
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("size", "parameters", "steps", "tokens", metric):
         table.add_column(name, justify="left" if name == "size" else "right", no_wrap=True)
-    seen: dict[tuple[str, int], list[float]] = {}
-    for size, steps, loss in rows:
-        seen.setdefault((str(size), steps), []).append(loss)
     for size in sizes:
-        for (name, steps), losses in seen.items():
-            if name == str(size):
-                tokens, mean = f"{size.tokens * steps:,}", f"{np.mean(losses):.4f}"
-                table.add_row(name, f"{size.N:,}", f"{steps:,}", tokens, mean)
+        own = [(steps, loss) for each, steps, loss in rows if each is size]
+        for steps in dict(own):
+            mean = np.mean([loss for n, loss in own if n == steps])
+            counts = (size.N, steps, size.tokens * steps)
+            table.add_row(str(size), *(f"{n:,}" for n in counts), f"{mean:.4f}")
     return table
 
 

@@ -156,21 +156,27 @@ def best_use(
     Args:
       law: the law.
       budget: FLOPs of the whole training.
-      N_S: parameters of sizes, and ``flops_S`` what one token costs of each. Between and beyond
-        them the cost is that of a straight line of logarithms.
+      N_S: parameters of sizes, and ``flops_S`` what one token costs of each; see
+        :func:`flops_per_token`.
       reach: how far beyond the sizes it is searched, as a factor.
     """
-    sizes, cost = np.log(N_S), np.log(flops_S)
-    slope, start = np.polyfit(sizes, cost, 1) if len(set(sizes)) > 1 else (1.0, cost[0] - sizes[0])
     N = np.geomspace(min(N_S) / reach, max(N_S) * reach, 4001)
-    order = np.argsort(sizes)
-    between = np.interp(np.log(N), sizes[order], cost[order])
-    outside = (np.log(N) < sizes.min()) | (np.log(N) > sizes.max())
-    D = budget / np.exp(np.where(outside, slope * np.log(N) + start, between))
+    D = budget / flops_per_token(N, N_S, flops_S)
     losses = law.loss(N, D)
     i = int(np.argmin(losses))
     inside = bool(min(N_S) <= N[i] <= max(N_S))
     return Best(float(N[i]), float(D[i]), float(losses[i]), inside)
+
+
+def flops_per_token(N: np.ndarray, N_S: Sequence[float], flops_S: Sequence[float]) -> np.ndarray:
+    """Returns what a token costs of N parameters, by sizes whose cost is known: between them along
+    straight lines of logarithms, and beyond them along the one that fits all."""
+    x, sizes, cost = np.log(N), np.log(N_S), np.log(flops_S)
+    slope, start = np.polyfit(sizes, cost, 1) if len(set(sizes)) > 1 else (1.0, cost[0] - sizes[0])
+    order = np.argsort(sizes)
+    between = np.interp(x, sizes[order], cost[order])
+    outside = (x < sizes.min()) | (x > sizes.max())
+    return np.exp(np.where(outside, slope * x + start, between))
 
 
 def _middle(x: np.ndarray) -> float:

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from jaxtrain.run.main import load_config
 from jaxtrain.study import laws
 from jaxtrain.study.ladder import LadderOptions, Size, measure, points_of, read_sizes
 from tests.commands import refused, run
@@ -21,8 +22,12 @@ def asked(folder, *budgets):
 
 def test_a_size_is_the_parameters_of_its_layers_and_its_flops_are_counted():
     options = LadderOptions("experiments.gpt", ("width=16",), (1e9,), "x")
-    size, experiment, _ = measure(options, GPT, {"width": 16, "heads": 1})
-    again, *_ = measure(options, [*GPT, "--tokenizer", "512"], {"width": 16, "heads": 1})
+    flags = (GPT, [*GPT, "--tokenizer", "512"])
+    configs = [load_config("experiments.gpt", given, command="ladder")[1] for given in flags]
+    (size, experiment, _), (again, *_) = (
+        measure(options, given, config, {"width": 16, "heads": 1})
+        for given, config in zip(flags, configs, strict=True)
+    )
     assert size.N == again.N < 16 * 512  # whatever the vocabulary
     assert again.flops > size.flops == experiment.task.flops_per_step
     assert size.tokens == 4 * 32
