@@ -1,11 +1,13 @@
 """The other camp: the same train step in PyTorch (:mod:`experiments.bench.torch_gpt`).
 
 Needs the extra ``bench``. Both run on the same device in one process, turn by turn; the first
-variant is PyTorch as it is most often run, eager.
+variant is PyTorch as it is most often run there: eager on a CPU, compiled on a GPU, whose memory
+eager's logits would fill.
 """
 
 import dataclasses
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -39,12 +41,17 @@ def main(config: Config) -> None:
         import torch
     except ImportError:
         raise SystemExit("this row needs PyTorch: pip install -e '.[bench]'") from None
+    # JAX would take three quarters of a GPU's memory before PyTorch is asked.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     model, rows = ours.model_and_rows(config.shape)
     batch = ours.make_batch(model, config.rows or rows)
     params = jax.device_get(jax.jit(lambda: decoder.init(model, jax.random.key(0)))())
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("JAX sees a GPU and PyTorch does not: install its CUDA build")
+    if device == "cuda":
+        # TF32, as XLA multiplies float32 on a GPU.
+        torch.set_float32_matmul_precision("high")
 
     policy = Policy.named(config.precision)
     theirs = functools.partial(
@@ -57,8 +64,8 @@ def main(config: Config) -> None:
             its_model, lambda rng: params, batch, config.calls, policy=policy
         )
 
-    variants = {
-        "torch, eager": theirs(compiled=False, device=device),
+    eager = {} if device == "cuda" else {"torch, eager": theirs(compiled=False, device=device)}
+    variants = eager | {
         "torch, compiled": theirs(compiled=True, device=device),
         "jaxtrain, layers scanned": own(1),
         "jaxtrain, layers unrolled": own(model.layers),

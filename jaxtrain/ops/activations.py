@@ -12,13 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.numerics import wide
+from jaxtrain.sharding.mesh import platform
 
 # Of :func:`swiglu_clamped`.
 STEEP, LIMIT = 1.702, 7.0
 
 
-def _activation(values: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., jax.Array]:
-    """Makes an activation of a function that returns its value and its slope by each argument."""
+def _activation(
+    values: Callable[..., tuple[jax.Array, ...]], known: Callable[..., jax.Array] | None = None
+) -> Callable[..., jax.Array]:
+    """Makes an activation of a function that returns its value and its slope by each argument.
+
+    ``known`` is the value in the form that XLA knows behind a product: on a GPU cuBLAS computes it
+    with the product, in float32 too.
+    """
 
     def narrow(*args):
         return [value.astype(args[0].dtype) for value in values(*args)]
@@ -26,17 +33,25 @@ def _activation(values: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., j
     @jax.custom_jvp
     @functools.wraps(values)
     def activation(*args):
-        return narrow(*args)[0]
+        return known(*args) if known and platform() == "gpu" else narrow(*args)[0]
+
+    def change(slopes, tangents):
+        return functools.reduce(operator.add, map(operator.mul, slopes, tangents))
 
     @activation.defjvp
     def jvp(primals, tangents):
-        y, *slopes = narrow(*primals)
-        return y, functools.reduce(operator.add, map(operator.mul, slopes, tangents))
+        if platform() != "gpu":
+            y, *slopes = narrow(*primals)
+            return y, change(slopes, tangents)
+        # Not to be shared with the forward pass: what XLA would keep is the tanh, in float32, and
+        # cuBLAS computes a GELU with the product before it only where nothing else needs a part.
+        again = jax.checkpoint(lambda primals, tangents: change(narrow(*primals)[1:], tangents))
+        return activation(*primals), again(primals, tangents)
 
     return activation
 
 
-@_activation
+@functools.partial(_activation, known=jax.nn.gelu)
 def gelu(x: jax.Array):
     """GELU in the tanh approximation of GPT-2 (Hendrycks and Gimpel 2016).
 

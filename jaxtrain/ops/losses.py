@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jaxtrain.ops.linear import Kernel, copies, matmul, matmul_float32
 from jaxtrain.ops.numerics import MASKED, soft_cap, soft_cap_slope, wide
 from jaxtrain.ops.per_device import split_over
+from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import constrain, scatter_sequence, splits_residual, splits_rows
 
-# Elements of the float32 logits that one tile may have on one device (256 MiB).
-TILE = 2**26
+# Logits that one tile may have on one device, in float32 256 MiB. On a GPU the gradient of the
+# kernel is read and written once for every tile, and tiles of few tokens leave processors idle.
+TILE, GPU_TILE = 2**26, 2**29
 
 
 def cross_entropy(
@@ -314,13 +316,15 @@ def _forward(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
     scale = _fixed_scale(dtype, mask_BT)
     (D, V), shards = kernel_DV.shape, _count_shards(x_BTD, form.tiles)
     kernel_DV = constrain(kernel_DV, None, "vocab")
+    whole = platform() == "gpu" and split_over("vocab")[1] == 1
+    in_passes = _one_pass if whole else _three_passes
 
     def tile(sums, parts):
         d_kernel_SDV, d_bias_SV = sums
         x_ND, targets_N, mask_N = _gathered(parts)
         product_NV = jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in)
         logits_NV = _logits(form, product_NV, bias_V)
-        per_token, softmax_NV = _token_losses(form.vocab_size, logits_NV, targets_N)
+        per_token, softmax_NV = _token_losses(form.vocab_size, logits_NV, targets_N, in_passes)
         if form.z_loss:
             softmax_NV = softmax_NV * (1 + 2 * form.z_loss * per_token[2])[:, None]
         target_NV = targets_N[:, None] == jnp.arange(V)
@@ -383,18 +387,39 @@ def _sums(z_loss, mask_BT, nll_BT, hit_BT, log_z_BT):
     return tuple((a * mask_BT).sum() for a in (loss_BT, hit_BT, z_BT)), loss_BT
 
 
-def _token_losses(vocab_size, logits, targets_N):
+def _three_passes(logits_NV, target_NV):
+    """The largest logit, the sum of the weights ``exp(logit - largest)``, that of ``target_NV``,
+    [N] each, and the weights."""
+    peak = logits_NV.max(axis=1)
+    weights = jnp.exp(logits_NV - peak[:, None])
+    return peak, weights.sum(axis=1), target_NV.sum(axis=1), weights
+
+
+def _token_losses(vocab_size, logits, targets_N, in_passes=_three_passes):
     """Returns per token the loss, whether the target is on top and log Z, [N]; softmax [N, V]."""
     column = jnp.arange(logits.shape[1])
     if vocab_size < logits.shape[1]:
         logits = jnp.where(column < vocab_size, logits, MASKED)
-    peak = logits.max(axis=1)
-    weights = jnp.exp(logits - peak[:, None])
-    total = weights.sum(axis=1)
     # A comparison and a sum, not a gather: the vocabulary may be sharded.
-    target = jnp.where(column == targets_N[:, None], logits, 0.0).sum(axis=1)
+    target_NV = jnp.where(column == targets_N[:, None], logits, 0.0)
+    peak, total, target, weights = in_passes(logits, target_NV)
     log_z = peak + jnp.log(total)
     return (log_z - target, target >= peak, log_z), weights / total[:, None]
+
+
+def _one_pass(logits_NV, target_NV):
+    """Does as :func:`_three_passes`, has no derivative and does not take split columns: a GPU reads
+    the logits once for all (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867)."""
+
+    def join(a, b):
+        peak = jnp.maximum(a[0], b[0])
+        total = sum(part[1] * jnp.exp(part[0] - peak) for part in (a, b))
+        return peak, total, a[2] + b[2]
+
+    given = logits_NV, jnp.ones_like(logits_NV), target_NV
+    start = (jnp.asarray(x, logits_NV.dtype) for x in (MASKED, 0, 0))
+    peak, *sums = jax.lax.reduce(given, tuple(start), join, (1,))
+    return peak, *sums, jnp.exp(logits_NV - peak[:, None])
 
 
 def _gathered(parts):
@@ -457,11 +482,12 @@ def _count_tiles(x_BTD: jax.Array, kernel_DV: jax.Array, chunk: int | None) -> i
 
 
 def _tiles(B: int, T: int, V: int) -> int:
-    """The fewest tiles, a divisor of T, with at most TILE logits per device.
+    """The fewest tiles, a divisor of T, with at most as many logits per device as a tile may have.
 
     Where devices split rows that are not cut, they are to split those of a tile too.
     """
-    needed = -(-B * T * V // (TILE * split_over()[1]))
+    most = GPU_TILE if platform() == "gpu" else TILE
+    needed = -(-B * T * V // (most * split_over()[1]))
     divisors = [n for n in range(min(needed, T), T + 1) if T % n == 0]
     splits = splits_residual if splits_residual(T) else splits_rows
     even = [n for n in divisors if splits(T // n)] if splits(T) else []

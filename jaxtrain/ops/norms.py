@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.numerics import wide
+from jaxtrain.sharding.mesh import platform
 
 
 def layer_norm(
@@ -63,15 +64,40 @@ def _forward(centred, eps, x, scale_D, bias_D):
 
 def _backward(centred, eps, saved, d_y):
     x, scale_D, bias_D = saved
-    unit, rate = _standardise(centred, eps, x)
-    d_y = d_y.astype(unit.dtype)
+    d_y = d_y.astype(wide(x.dtype))
     d_unit = d_y * scale_D
-    d_x = d_unit - unit * (d_unit * unit).mean(axis=-1, keepdims=True)
-    d_x = d_x - d_unit.mean(axis=-1, keepdims=True) if centred else d_x
+    means = _means_in_one_pass if platform() == "gpu" else _means
+    unit, rate, along, level = means(centred, eps, x, d_unit)
+    d_x = d_unit - unit * along
+    d_x = d_x - level if centred else d_x
     rows = tuple(range(x.ndim - 1))
     d_scale = (d_y * unit).sum(axis=rows).astype(scale_D.dtype)
     d_bias = None if bias_D is None else d_y.sum(axis=rows).astype(bias_D.dtype)
     return (rate * d_x).astype(x.dtype), d_scale, d_bias
+
+
+def _means(centred, eps, x, d_unit):
+    """The standardised input, its factor, and the means of ``d_unit * unit`` and ``d_unit``."""
+    unit, rate = _standardise(centred, eps, x)
+    return unit, rate, *(each.mean(axis=-1, keepdims=True) for each in (d_unit * unit, d_unit))
+
+
+def _means_in_one_pass(centred, eps, x, d_unit):
+    """Does as :func:`_means` where reading an array costs more than computing with it.
+
+    All means are of sums that are taken together, and held apart: XLA would compute them anew in
+    every kernel that needs one, and write float32 arrays of the size of the input so that these can
+    be added up by columns. Of a row's own values one is near enough to their mean that no digits
+    cancel.
+    """
+    x = x.astype(d_unit.dtype)
+    moved = x - x[..., :1] if centred else x
+    each = moved, moved * moved, d_unit * moved, d_unit
+    means = (a.mean(axis=-1, keepdims=True) for a in each)
+    mean, square, product, level = jax.lax.optimization_barrier(tuple(means))
+    mean = mean if centred else jnp.zeros_like(mean)
+    rate = jax.lax.rsqrt(jnp.maximum(square - mean * mean, 0) + eps)
+    return (moved - mean) * rate, rate, rate * (product - mean * level), level
 
 
 _norm.defvjp(_forward, _backward)

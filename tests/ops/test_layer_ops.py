@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.ops import activations, norms
 from jaxtrain.ops.activations import geglu, geglu_exact, gelu, relu, swiglu, swiglu_clamped
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop
@@ -56,8 +57,15 @@ CASES = {
 }
 
 
+def take_the_form_of(platform, monkeypatch):
+    for module in (activations, norms):
+        monkeypatch.setattr(module, "platform", lambda: platform)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradients_are_those_of_the_definition(name):
+def test_value_and_gradients_are_those_of_the_definition(name, platform, monkeypatch):
+    take_the_form_of(platform, monkeypatch)
     function, plain, shapes = CASES[name]
     rng = np.random.default_rng(0)
     args = [3 * rng.standard_normal(shape) for shape in shapes]
@@ -95,12 +103,25 @@ def test_bfloat16_in_and_out_with_float32_between(name):
         np.testing.assert_allclose(g.astype(jnp.float32), e, rtol=1 / 128, atol=tiny)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize(("name", "kept"), [("layer_norm", 1), ("rms_norm", 1), ("gelu", 1)])
-def test_one_wide_array_is_kept_for_the_backward_pass(name, kept):
+def test_one_wide_array_is_kept_for_the_backward_pass(name, kept, platform, monkeypatch):
+    take_the_form_of(platform, monkeypatch)
     function, _, shapes = CASES[name]
     args = [jnp.ones(shape) for shape in shapes]
     leaves = jax.tree.leaves(jax.vjp(function, *args)[1])
     assert sum(leaf.shape == WIDE for leaf in leaves) == kept
+
+
+def test_a_gpus_sums_of_a_row_cancel_nothing_where_its_mean_is_large(monkeypatch):
+    rng = np.random.default_rng(2)
+    x, d_y = (1e4 + rng.standard_normal(WIDE)), rng.standard_normal(WIDE)
+    args = [np.float32(a) for a in (x, rng.standard_normal(ROW), np.zeros(ROW))]
+    with jax.enable_x64(True):
+        exact = jax.vjp(plain_layer_norm, *map(np.float64, args))[1](d_y)[0]
+    take_the_form_of("gpu", monkeypatch)
+    found = jax.vjp(functools.partial(layer_norm, eps=EPS), *args)[1](np.float32(d_y))[0]
+    np.testing.assert_allclose(found, exact, rtol=1e-3, atol=1e-3 * abs(exact).max())
 
 
 def test_layer_norm_without_bias():

@@ -81,6 +81,19 @@ def test_value_and_gradients_are_those_of_the_definition(seed, chunk, scale, z_l
         np.testing.assert_allclose(a, scale * b, rtol=1e-4, atol=scale * 1e-5)
 
 
+def test_sums_in_one_pass_are_those_of_three(monkeypatch):
+    batch = float32(*arrays(3))
+
+    def gradient():
+        return jax.value_and_grad(lambda *a: total(*a, z_loss=0.3)[0], (0, 1, 3))(*batch)
+
+    in_three = gradient()
+    monkeypatch.setattr(losses, "platform", lambda: "gpu")
+    monkeypatch.setattr(losses, "_three_passes", None)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-6)
+    jax.tree.map(close, gradient(), in_three)
+
+
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_a_bias_is_the_row_of_a_feature_that_is_one(chunk):
     x, kernel, targets, mask = float32(*arrays())
