@@ -295,7 +295,7 @@ class ModelFields(LayerFields):
       layers: L, the depth.
       remat: what a block keeps for its backward pass; see :mod:`jaxtrain.ops.remat`.
       scan_unroll: layers per iteration of the scan over layers; ``layers`` unrolls it whole. None
-        unrolls the few layers of a small model on a lone CPU device
+        unrolls the few layers of a small model on a lone CPU device or GPU
         (:data:`jaxtrain.stages.UNROLLED`) and nothing elsewhere.
     """
 

@@ -39,20 +39,9 @@ class Dense(nnx.Linear):
         y_NF = checkpoint_name(place(matmul(x_ND, self.kernel.get_value())), PRODUCT)
         if self.bias is None:
             return y_NF
-        return _add_bias(y_NF, self.bias[...])
-
-
-@jax.custom_jvp
-def _add_bias(y_NF: jax.Array, bias_F: jax.Array) -> jax.Array:
-    return y_NF + bias_F
-
-
-@_add_bias.defjvp
-def _add_bias_jvp(primals, tangents):
-    out_NF = _add_bias(*primals)
-    # In bfloat16 the bias's gradient would be rounded after every row that is added to it.
-    d_y_NF, d_bias_F = (d.astype(wide(out_NF.dtype)) for d in tangents)
-    return out_NF, (d_y_NF + d_bias_F).astype(out_NF.dtype)
+        # In bfloat16 the bias's gradient would be rounded after every row that is added to it.
+        bias_F, dtype = self.bias[...], jnp.result_type(y_NF, self.bias[...])
+        return (y_NF.astype(wide(dtype)) + bias_F.astype(wide(dtype)).reshape(1, -1)).astype(dtype)
 
 
 class Norm(nnx.Module):

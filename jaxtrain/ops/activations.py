@@ -18,14 +18,8 @@ from jaxtrain.sharding.mesh import platform
 STEEP, LIMIT = 1.702, 7.0
 
 
-def _activation(
-    values: Callable[..., tuple[jax.Array, ...]], known: Callable[..., jax.Array] | None = None
-) -> Callable[..., jax.Array]:
-    """Makes an activation of a function that returns its value and its slope by each argument.
-
-    ``known`` is the value in the form that XLA knows behind a product: on a GPU cuBLAS computes it
-    with the product, in float32 too.
-    """
+def _activation(values: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., jax.Array]:
+    """Makes an activation of a function that returns its value and its slope by each argument."""
 
     def narrow(*args):
         return [value.astype(args[0].dtype) for value in values(*args)]
@@ -33,7 +27,7 @@ def _activation(
     @jax.custom_jvp
     @functools.wraps(values)
     def activation(*args):
-        return known(*args) if known and platform() == "gpu" else narrow(*args)[0]
+        return narrow(*args)[0]
 
     def change(slopes, tangents):
         return functools.reduce(operator.add, map(operator.mul, slopes, tangents))
@@ -43,15 +37,14 @@ def _activation(
         if platform() != "gpu":
             y, *slopes = narrow(*primals)
             return y, change(slopes, tangents)
-        # Not to be shared with the forward pass: what XLA would keep is the tanh, in float32, and
-        # cuBLAS computes a GELU with the product before it only where nothing else needs a part.
+        # Not shared with the forward pass, of which XLA would keep the tanh, in float32, and read it.
         again = jax.checkpoint(lambda primals, tangents: change(narrow(*primals)[1:], tangents))
         return activation(*primals), again(primals, tangents)
 
     return activation
 
 
-@functools.partial(_activation, known=jax.nn.gelu)
+@_activation
 def gelu(x: jax.Array):
     """GELU in the tanh approximation of GPT-2 (Hendrycks and Gimpel 2016).
 

@@ -17,18 +17,22 @@ from jaxtrain.decisions import Kernel, Kind, Positions, Reason, Why
 from jaxtrain.ops import context, per_device, splash
 from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import wide
+from jaxtrain.ops.stand_in import stand_in
 from jaxtrain.ops.tiled import tiled_attention
 from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import report_finding
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
+# What is compiled in the place of "cudnn" for GPUs that are not here.
+STAND_IN = "stand-in"
+
 # What "auto" takes where it can; elsewhere there is none.
 FUSED = {"gpu": "cudnn", "tpu": "splash"}
 
-# Entered with True where a step is traced for chips that are described and not here; a step that
-# trains afterwards is traced again.
-ahead_of_time = jax.make_user_context(False)
+# Entered with "traced" or "compiled" where a step is that for chips that are described and not
+# here; a step that trains afterwards is traced again.
+ahead_of_time = jax.make_user_context(None)
 
 # Entered with what computes the attention of models that leave it open ("auto").
 preferred = jax.make_user_context("auto")
@@ -131,7 +135,8 @@ def attention(
     if chosen != "xla":
         # XLA cannot partition these, and JAX's rule for cuDNN's wants queries and keys split alike,
         # and fails inside a pipeline; each device's own part needs no rule.
-        kernel = functools.partial(KERNELS[chosen].compute, softcap=softcap)
+        compute = stand_in if chosen == STAND_IN else KERNELS[chosen].compute
+        kernel = functools.partial(compute, softcap=softcap)
         run = functools.partial(per_device.on_each_device, kernel)
         kernel = lambda *qkv_mask: qkv_mask[-1].either(run, *qkv_mask[:-1])  # noqa: E731
         return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, **split)
@@ -284,10 +289,9 @@ def _choose_here(
         # JAX asks the cuDNN library for its version while it traces, and XLA for a plan of
         # execution while it compiles: both need a GPU's own libraries.
         warnings.warn(
-            "attention: cudnn cannot be compiled ahead of time; compiled with xla, which keeps as "
-            "much for its backward pass and moves more through memory",
+            "attention: cudnn cannot be compiled ahead of time; arrays of its sizes stand for it",
             AheadOfTimeWarning,
             stacklevel=3,
         )
-        return "xla"
+        return STAND_IN if ahead_of_time.value == "compiled" else "xla"
     return choice.used

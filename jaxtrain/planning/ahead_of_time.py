@@ -166,7 +166,7 @@ def plan_step(
     if steps_per_call > 1:
         called, given = scan_steps(step), [batch] * steps_per_call
     with (
-        ahead_of_time(True),
+        ahead_of_time("compiled"),
         tempfile.TemporaryDirectory() as folder,
         warnings.catch_warnings(record=True) as caught,
     ):

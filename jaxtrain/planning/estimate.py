@@ -177,7 +177,7 @@ def trace_step(
     final = True if final else None
     with (
         tracing_on(mesh, state, rules, final=final),
-        ahead_of_time(True),
+        ahead_of_time("traced"),
         warnings.catch_warnings(),
     ):
         # Whoever compiles says it.

@@ -161,7 +161,7 @@ def plan_serving(experiment: Experiment, target: Target, shape: str) -> ServingP
             ([kept[None]], [cache], _rows(model, B, C, longest))
             for B, C in ((slots, 1), (READERS, CHUNK))
         ]
-        with ahead_of_time(True):
+        with ahead_of_time("compiled"):
             flops = [count_jaxpr(jax.make_jaxpr(program)(*each)).total for each in given]
             working, refusal = None, "weights and cache alone do not fit, so nothing was compiled"
             if limit is None or local_bytes((kept[None], cache)) <= limit:

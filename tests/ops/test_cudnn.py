@@ -160,7 +160,7 @@ def test_a_step_that_was_planned_trains_with_its_own_kernel(on_gpus):
     q, k, v, _ = arrays(2, packed=False)
     traced = jax.jit(functools.partial(loss, segments_BT=None))
     with jax.set_mesh(make_mesh(data=4, tensor=2)):
-        with ops.ahead_of_time(True), pytest.warns(ops.AheadOfTimeWarning):
+        with ops.ahead_of_time("traced"), pytest.warns(ops.AheadOfTimeWarning):
             planned = str(traced.trace(q, k, v).jaxpr)
         trained = str(traced.trace(q, k, v).jaxpr)
     assert "dot_product_attention" in trained
