@@ -37,7 +37,7 @@ def _activation(values: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., j
         if platform() != "gpu":
             y, *slopes = narrow(*primals)
             return y, change(slopes, tangents)
-        # Not shared with the forward pass, of which XLA would keep the tanh, in float32, and read it.
+        # Not shared with the forward pass, of which XLA would keep a float32 array, and read it.
         again = jax.checkpoint(lambda primals, tangents: change(narrow(*primals)[1:], tangents))
         return activation(*primals), again(primals, tangents)
 
