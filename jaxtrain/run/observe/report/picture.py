@@ -6,6 +6,7 @@ from etils import epath
 
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.run.observe.metric import Metric
+from jaxtrain.run.observe.report import rates as range_test
 from jaxtrain.run.observe.report.records import Record, downsample
 
 BUCKETS = 1000
@@ -13,9 +14,18 @@ BUCKETS = 1000
 
 def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
     """Draws losses, gradient norm, learning rate and throughput of runs, overlaid in this order,
-    into a file on a disk or in a bucket. Raises ImportError where matplotlib is not installed."""
-    figure = new_figure(11, 6.5)
-    loss, *small = figure.subplot_mosaic("LLL;GRT", height_ratios=(3, 2)).values()
+    and range tests of learning rates, into a file on a disk or in a bucket. Raises ImportError
+    where matplotlib is not installed."""
+    tests = [(record.name, test) for record in records for test in range_test.found(record)]
+    figure = new_figure(11, 6.5 + 3.5 * len(tests))
+    rows, heights = (
+        ["LLL", "GRT", *(str(i) * 3 for i in range(len(tests)))],
+        (3, 2, *[3] * len(tests)),
+    )
+    axes_of = figure.subplot_mosaic([list(row) for row in rows], height_ratios=heights)
+    loss, *small = (axes_of[name] for name in "LGRT")
+    for i, (name, test) in enumerate(tests):
+        range_test.draw(axes_of[str(i)], test, f"loss over the rate, {name} (cross: diverged)")
     rates = sorted({name for record in records for name in record.rates})
     held_out = sorted({name for record in records for name in record.held_out_losses})
     panels = [
