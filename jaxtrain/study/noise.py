@@ -9,7 +9,7 @@ Shapes: K microbatches.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +89,8 @@ def run_noise(options: NoiseOptions, rest: list[str]) -> int:
     batch = read_record(options.run)["flags"].get("global_batch", rows)
     record = {"batch": batch, "rows": rows, "microbatches": options.microbatches}
     record |= {"item": data.item, "items_per_row": data.items_per_step / rows}
-    found = measure(experiment, options.run, steps, options.microbatches)
+    firsts = {step: step * batch // rows for step in steps}
+    found = measure(experiment, options.run, firsts, options.microbatches)
     record["checkpoints"] = [{"step": step} | noise._asdict() for step, noise in found.items()]
     if jax.process_index() == 0:
         path = as_path(options.run) / LANDSCAPE
@@ -100,9 +101,10 @@ def run_noise(options: NoiseOptions, rest: list[str]) -> int:
 
 
 def measure(
-    experiment: Experiment, run: str, steps: Sequence[int], microbatches: int
+    experiment: Experiment, run: str, firsts: Mapping[int, int], microbatches: int
 ) -> dict[int, Noise]:
-    """Estimates the noise of one row's gradient at checkpoints of a run.
+    """Estimates the noise of one row's gradient at checkpoints of a run, from the first batch that
+    each is mapped to.
 
     Gradients are in float32, of the weights that the run evaluates (averages where it keeps any),
     with dropout as in training, before anything clips them. The batches are gone through twice, so
@@ -129,13 +131,13 @@ def measure(
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)  # noqa: E731
     zeros = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
     options, compiled = {"mesh": mesh} | experiment.compiled_with, None
-    for step in steps:
+    for step, first in firsts.items():
         at, mean = restore_evaluated(experiment, abstract, reader_of(run), step), zeros()
-        with experiment.data.train_batches(step, stream_shardings(experiment, mesh)) as stream:
+        with experiment.data.train_batches(first, stream_shardings(experiment, mesh)) as stream:
             batches = list(itertools.islice(stream, microbatches))
         for _ in range(2):  # away from 0, for the mean, and then away from the mean
-            first, told = jax.device_put(jnp.int32(step), abstract.step.sharding), []
-            at = dataclasses.replace(at, step=first, opt_state=(mean, zeros()))
+            number, told = jax.device_put(jnp.int32(first), abstract.step.sharding), []
+            at = dataclasses.replace(at, step=number, opt_state=(mean, zeros()))
             compiled = compiled or compile_step(probe, at, batches[0], **options)
             for batch in batches:
                 at, numbers = compiled(at, batch)
@@ -185,9 +187,9 @@ def estimate(weight_K: np.ndarray, away_K: np.ndarray, along_K: np.ndarray, sign
         )
     spread = (w_K * away_K).sum()
 
-    def both(G_B, spread, count, total):  # |G_b|^2 - |G_B|^2 = spread / total
-        trace = spread / (count - 1)
-        return np.stack([G_B - trace / total, trace])
+    def both(signal: Any, spread: Any, count: int, total: Any) -> np.ndarray:
+        trace = spread / (count - 1)  # |G_b|^2 - |G_B|^2 is spread / total
+        return np.stack([signal - trace / total, trace])
 
     found_2 = both(signal, spread, K, total)
     rest_K = total - w_K  # of all without one, from which its gradient is left out
@@ -243,10 +245,6 @@ def _check(experiment: Experiment, microbatches: int) -> None:
         raise ValueError(
             f"the method of experiment {experiment.name!r} keeps a state, such as a population's: "
             "there are several gradients; give a run of one training"
-        )
-    if (pipe := experiment.layout.mesh.pipe) > 1:
-        raise ValueError(
-            f"mesh axis 'pipe' has size {pipe}: gradients are of the whole loss; give --mesh.pipe 1"
         )
     epoch = experiment.data.steps_per_epoch
     if epoch is not None and microbatches > epoch:

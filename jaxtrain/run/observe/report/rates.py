@@ -3,7 +3,7 @@
 Smith 2017 (https://arxiv.org/abs/1506.01186), section 3.3, raises the rate within one training.
 Here each rate has a training of its own, from the same start and on the same batches.
 
-Shapes: L lines of a log, S of their steps, M members, R rates.
+Shapes: L lines of a log, S steps among them, M members, R rates.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def suggest(losses_LR: np.ndarray) -> Range:
     return Range(diverged_R, fastest, count - 1 if count else None)
 
 
-class Test(NamedTuple):
+class RangeTest(NamedTuple):
     """A range test: its rates, the steps S after which losses are drawn, those losses [S, R], each
     a mean of some lines, and what :func:`suggest` finds."""
 
@@ -80,7 +80,7 @@ class Test(NamedTuple):
         return text + (" The suggestion is an end of the range: widen it there." if edge else "")
 
 
-def found(record: Record) -> list[Test]:
+def found(record: Record) -> list[RangeTest]:
     """Returns the test of a run whose members differ in the learning rate, and in seeds at most,
     over which losses are means; none of any other run."""
     try:
@@ -97,10 +97,10 @@ def found(record: Record) -> list[Test]:
     counts = sorted({max(1, round(part * len(losses_LR))) for part in PARTS})
     losses_SR = np.stack([_mean_until(losses_LR, count) for count in counts])
     steps = [int(series.steps[count - 1]) for count in counts]
-    return [Test(rates_R, steps, losses_SR, suggest(losses_LR))]
+    return [RangeTest(rates_R, steps, losses_SR, suggest(losses_LR))]
 
 
-def draw(axes: Any, test: Test, title: str) -> None:
+def draw(axes: Any, test: RangeTest, title: str) -> None:
     """Draws losses over the rate on matplotlib's axes; a cross marks a rate that has diverged."""
     rates_R, bad_R, values = test.rates_R, test.best.diverged_R, test.losses_SR
     kept = values[np.isfinite(values) & (~bad_R | bad_R.all())]
@@ -110,10 +110,8 @@ def draw(axes: Any, test: Test, title: str) -> None:
         shown_R = np.where(np.isfinite(losses_R), np.minimum(losses_R, top), top)
         (line,) = axes.semilogx(rates_R, shown_R, ".-", label=f"step {step:,}")
         axes.plot(rates_R[bad_R], shown_R[bad_R], "x", color=line.get_color(), markersize=9)
-    for name, at, style in (
-        ("suggested", test.best.fastest, "-"),
-        ("largest", test.best.largest, "--"),
-    ):
+    marks = {"suggested": (test.best.fastest, "-"), "largest": (test.best.largest, "--")}
+    for name, (at, style) in marks.items():
         if at is not None:
             axes.axvline(rates_R[at], color="gray", linewidth=1, linestyle=style, label=name)
     finish_axes(axes, title, x="learning rate")
