@@ -19,12 +19,7 @@ import optax
 import tyro
 from scipy import stats
 
-from jaxtrain.build import (
-    make_abstract_state,
-    make_experiment_mesh,
-    restore_evaluated,
-    stream_shardings,
-)
+from jaxtrain import build
 from jaxtrain.compile import compile_step
 from jaxtrain.engines.plain import plain, run_engine, trainable
 from jaxtrain.experiment import Experiment
@@ -63,7 +58,8 @@ class NoiseOptions:
     step: int | None = None
     """Which checkpoint; all when left out."""
     microbatches: int = 64
-    """Training batches that follow the checkpoint, to take gradients of."""
+    """Training batches that follow the checkpoint, to take gradients of; more of them make the
+    interval narrower."""
 
 
 class Noise(NamedTuple):
@@ -110,8 +106,8 @@ def measure(
     with dropout as in training, before anything clips them. The batches are gone through twice, so
     that devices hold two gradients, however many batches there are.
     """
-    mesh, laid, found = make_experiment_mesh(experiment), experiment.laid, {}
-    abstract = make_abstract_state(experiment, mesh)
+    mesh, laid, found = build.make_experiment_mesh(experiment), experiment.laid, {}
+    abstract = build.make_abstract_state(experiment, mesh)
     given = {"has_model_state": laid.has_model_state, "gather": laid.gather, "engine": plain}
     given |= {"policy": "f32", "accumulate": experiment.layout.accumulate}
     engine, still = build_engine(laid.loss_fn, **given), frozen(abstract.opt_state)
@@ -131,9 +127,10 @@ def measure(
     zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)  # noqa: E731
     zeros = jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
     options, compiled = {"mesh": mesh} | experiment.compiled_with, None
+    places = build.stream_shardings(experiment, mesh)
     for step, first in firsts.items():
-        at, mean = restore_evaluated(experiment, abstract, reader_of(run), step), zeros()
-        with experiment.data.train_batches(first, stream_shardings(experiment, mesh)) as stream:
+        at, mean = build.restore_evaluated(experiment, abstract, reader_of(run), step), zeros()
+        with experiment.data.train_batches(first, places) as stream:
             batches = list(itertools.islice(stream, microbatches))
         for _ in range(2):  # away from 0, for the mean, and then away from the mean
             number, told = jax.device_put(jnp.int32(first), abstract.step.sharding), []
@@ -213,9 +210,9 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     lines.append(f"{head}{f'{CONFIDENCE:.0%} interval':>20}{'in ' + record['item']:>12}")
     for found in record["checkpoints"]:
         scale, low, high = (found[name] for name in ("scale", "low", "high"))
-        row = f"{found['step']:>12}{found['signal']:>11.4g}{found['trace']:>11.4g}{scale:>15,.4g}"
-        row += f"{f'{low:,.3g} to {high:,.3g}':>20}{scale * record['items_per_row']:>12,.4g}"
-        lines.append(row)
+        line = f"{found['step']:>12}{found['signal']:>11.4g}{found['trace']:>11.4g}{scale:>15,.4g}"
+        line += f"{f'{low:,.3g} to {high:,.3g}':>20}{scale * record['items_per_row']:>12,.4g}"
+        lines.append(line)
     return [*lines, advice(record["batch"], scale, low, high)]
 
 
@@ -226,12 +223,7 @@ def advice(batch: int, scale: float, low: float, high: float) -> str:
     >>> advice(8, 80.0, 60.0, 110.0)
     'The batch of 8 rows is below the noise scale: twice the batch needs 0.55 of the steps.'
     """
-    if scale == math.inf:
-        return (
-            "The mean gradient cannot be told from 0, so that the noise scale is above "
-            f"{low:,.3g} rows: give more --microbatches."
-        )
-    steps = (1 + scale / (2 * batch)) / (1 + scale / batch)
+    steps = 0.5 if scale == math.inf else (batch + scale / 2) / (batch + scale)
     where = "below" if batch < low else "near" if batch <= high else "above"
     more = ", so that little is gained" if where == "above" else ""
     return (

@@ -91,7 +91,7 @@ def test_advice_is_of_the_interval():
     assert "below the noise scale: twice the batch needs 0.52" in advice(4, **given)
     assert "near the noise scale: twice the batch needs 0.75" in advice(100, **given)
     assert "0.97 of the steps, so that little is gained" in advice(1600, **given)
-    assert "above 50 rows: give more" in advice(4, np.inf, 50.0, np.inf)
+    assert "below the noise scale: twice the batch needs 0.50" in advice(4, np.inf, 50.0, np.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,9 @@ def experiment_of(rows, **fields):
 def rows_of(count, r, mask=0.7):
     x = r.normal(size=(count, INPUTS)).astype(np.float32)
     keep = r.random(count) < mask
-    return [{"x": a, "y": a.sum() ** 2, "mask": np.float32(k)} for a, k in zip(x, keep, strict=True)]
+    return [
+        {"x": a, "y": a.sum() ** 2, "mask": np.float32(k)} for a, k in zip(x, keep, strict=True)
+    ]
 
 
 def test_of_a_run_it_is_the_noise_of_the_batches_that_follow(tmp_path):

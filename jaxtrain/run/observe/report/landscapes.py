@@ -1,4 +1,4 @@
-"""Results of ``jaxtrain landscape`` and ``noise`` at a run's checkpoints, as a page draws them."""
+"""Results of ``jaxtrain landscape`` around a run's checkpoints, as a page draws them."""
 
 import json
 import math
@@ -61,14 +61,7 @@ def _sharpness(record: Mapping[str, Any]) -> dict[str, Any]:
     return _chart("Largest eigenvalue of the Hessian", "step", steps, values)
 
 
-def _noise(record: Mapping[str, Any]) -> dict[str, Any]:
-    steps, values = ([x[name] for x in record["checkpoints"]] for name in ("step", "scale"))
-    title = f"Gradient noise scale in rows, of a batch of {int(record['batch'])}"
-    return _chart(title, "step", steps, values)
-
-
 _KINDS = {"line": _line, "plane": _plane, "between": _between, "sharpness": _sharpness}
-_KINDS |= {"noise": _noise}
 
 
 def _chart(title: str, by: str, x: list, y: list) -> dict[str, Any]:

@@ -16,16 +16,13 @@ def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
     """Draws losses, gradient norm, learning rate and throughput of runs, overlaid in this order,
     and range tests of learning rates, into a file on a disk or in a bucket. Raises ImportError
     where matplotlib is not installed."""
-    tests = [(record.name, test) for record in records for test in range_test.found(record)]
+    tests = [test for record in records for test in range_test.found(record)]
+    rows = [*"LLL"], [*"GRT"], *([i] * 3 for i in range(len(tests)))
     figure = new_figure(11, 6.5 + 3.5 * len(tests))
-    rows, heights = (
-        ["LLL", "GRT", *(str(i) * 3 for i in range(len(tests)))],
-        (3, 2, *[3] * len(tests)),
-    )
-    axes_of = figure.subplot_mosaic([list(row) for row in rows], height_ratios=heights)
+    axes_of = figure.subplot_mosaic(rows, height_ratios=(3, 2, *[3] * len(tests)))
     loss, *small = (axes_of[name] for name in "LGRT")
-    for i, (name, test) in enumerate(tests):
-        range_test.draw(axes_of[str(i)], test, f"loss over the rate, {name} (cross: diverged)")
+    for i, test in enumerate(tests):
+        range_test.draw(axes_of[i], test)
     rates = sorted({name for record in records for name in record.rates})
     held_out = sorted({name for record in records for name in record.held_out_losses})
     panels = [

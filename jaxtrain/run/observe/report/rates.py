@@ -22,16 +22,7 @@ MARGIN = 0.1
 PARTS = (0.25, 0.5, 1.0)
 
 
-class Range(NamedTuple):
-    """Whether each rate has diverged, bool [R], and the numbers of the rate whose loss has fallen
-    fastest and of the largest that has not diverged (None where the smallest has)."""
-
-    diverged_R: np.ndarray
-    fastest: int | None
-    largest: int | None
-
-
-def suggest(losses_LR: np.ndarray) -> Range:
+def suggest(losses_LR: np.ndarray) -> tuple[np.ndarray, int | None, int | None]:
     """Finds the rate whose loss has fallen fastest, and the largest that has not diverged.
 
     A rate has diverged where a loss is not finite, or is above every loss of the smallest rate by a
@@ -41,6 +32,10 @@ def suggest(losses_LR: np.ndarray) -> Range:
 
     Args:
       losses_LR: at each line, of each rate, from the smallest rate on.
+
+    Returns:
+      Whether each rate has diverged, bool [R], and the numbers of the fastest and the largest, None
+      where the smallest has diverged.
 
     >>> suggest(np.array([[5.0, 5.0, 5.0, 5.0], [4.0, 3.0, 3.5, 9.0]]))[1:]
     (1, 2)
@@ -52,22 +47,25 @@ def suggest(losses_LR: np.ndarray) -> Range:
         diverged_R |= (losses_LR > top + MARGIN * (top - low)).any(0)
     count = int(np.append(diverged_R, True).argmax())
     fastest = int(_mean_until(losses_LR, len(losses_LR))[:count].argmin()) if count else None
-    return Range(diverged_R, fastest, count - 1 if count else None)
+    return diverged_R, fastest, count - 1 if count else None
 
 
 class RangeTest(NamedTuple):
-    """A range test: its rates, the steps S after which losses are drawn, those losses [S, R], each
-    a mean of some lines, and what :func:`suggest` finds."""
+    """A range test: the run's name, its rates, the steps at which losses are drawn, those losses
+    [S, R], each a mean of some lines, and what :func:`suggest` finds."""
 
+    name: str
     rates_R: np.ndarray
     steps: list[int]
     losses_SR: np.ndarray
-    best: Range
+    diverged_R: np.ndarray
+    fastest: int | None
+    largest: int | None
 
     @property
     def text(self) -> str:
         """What to take, and why."""
-        rates_R, (_, fastest, largest) = self.rates_R, self.best
+        rates_R, fastest, largest = self.rates_R, self.fastest, self.largest
         if fastest is None:
             return "The smallest learning rate has diverged: begin the range lower."
         text = (
@@ -97,12 +95,12 @@ def found(record: Record) -> list[RangeTest]:
     counts = sorted({max(1, round(part * len(losses_LR))) for part in PARTS})
     losses_SR = np.stack([_mean_until(losses_LR, count) for count in counts])
     steps = [int(series.steps[count - 1]) for count in counts]
-    return [RangeTest(rates_R, steps, losses_SR, suggest(losses_LR))]
+    return [RangeTest(record.name, rates_R, steps, losses_SR, *suggest(losses_LR))]
 
 
-def draw(axes: Any, test: RangeTest, title: str) -> None:
+def draw(axes: Any, test: RangeTest) -> None:
     """Draws losses over the rate on matplotlib's axes; a cross marks a rate that has diverged."""
-    rates_R, bad_R, values = test.rates_R, test.best.diverged_R, test.losses_SR
+    rates_R, bad_R, values = test.rates_R, test.diverged_R, test.losses_SR
     kept = values[np.isfinite(values) & (~bad_R | bad_R.all())]
     low, high = (kept.min(), kept.max()) if kept.size else (0.0, 1.0)
     top = high + MARGIN * (high - low)
@@ -110,10 +108,11 @@ def draw(axes: Any, test: RangeTest, title: str) -> None:
         shown_R = np.where(np.isfinite(losses_R), np.minimum(losses_R, top), top)
         (line,) = axes.semilogx(rates_R, shown_R, ".-", label=f"step {step:,}")
         axes.plot(rates_R[bad_R], shown_R[bad_R], "x", color=line.get_color(), markersize=9)
-    marks = {"suggested": (test.best.fastest, "-"), "largest": (test.best.largest, "--")}
+    marks = {"suggested": (test.fastest, "-"), "largest": (test.largest, "--")}
     for name, (at, style) in marks.items():
         if at is not None:
             axes.axvline(rates_R[at], color="gray", linewidth=1, linestyle=style, label=name)
+    title = f"loss over the learning rate, {test.name} (cross: diverged)"
     finish_axes(axes, title, x="learning rate")
     axes.legend(frameon=False, fontsize=8)
 
