@@ -86,6 +86,20 @@ def test_without_a_signal_the_interval_has_no_end():
         estimate(np.array([1.0, 0, 0, 2]), np.ones(4), np.ones(4), 1.0)
 
 
+def test_no_ratio_that_the_data_allow_is_outside_the_interval():
+    """With three microbatches, whose interval mostly has no end, and may begin at 0."""
+    r, ratios = np.random.default_rng(5), np.append(0, np.geomspace(1e-2, 1e2, 60))
+    for _ in range(300):
+        grad_KP = r.normal(size=(3, 2)) * r.uniform(0.1, 3, (3, 1)) + r.uniform(0, 2)
+        noise = estimate(*numbers_of(grad_KP, np.ones(3)))
+        each_K2 = np.array([defined(grad_KP[keep], np.ones(2)) for keep in ~np.eye(3, dtype=bool)])
+        along = np.stack([-ratios, np.ones_like(ratios)])
+        deviation = np.sqrt(np.einsum("ar,ab,br->r", along, np.cov(each_K2.T, ddof=0) * 2, along))
+        t = (noise.trace - ratios * noise.signal) / deviation
+        allowed = ratios[np.abs(t) < 0.999 * stats.t.ppf(0.95, 2)]
+        assert np.all((noise.low <= allowed) & (allowed <= noise.high))
+
+
 def test_advice_is_of_the_interval():
     given = {"scale": 100.0, "low": 50.0, "high": 200.0}
     assert "below the noise scale: twice the batch needs 0.52" in advice(4, **given)

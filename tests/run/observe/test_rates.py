@@ -85,7 +85,7 @@ def test_what_is_no_range_of_rates_has_none(tmp_path):
         [
             ([f"{rate}0.1,0.2,0.3,0.4"], 1),
             ([f"{rate}0.1,0.2"], 0),  # whose 4 members are 2 rates
-            ([f"{rate}0.1,0.2", "optimizer.weight_decay=0,1"], 0),
+            ([f"{rate}0.1,0.2,0.3,0.4", "optimizer.weight_decay=0"], 0),
             ([f"{rate}0.1,0.2,0.3"], 0),
             (["lora.rank=1,2,3,4"], 0),
             (3, 0),
