@@ -43,8 +43,8 @@ CONFIDENCE = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class NoiseOptions:
-    """Measures the gradient noise scale of a run at its checkpoints: the batch size below which a
-    batch twice as large nearly halves the steps, and above which little is gained.
+    """Measures the gradient noise scale of a run: the batch size above which a larger batch saves
+    few steps.
 
     Results are printed, and kept in landscape.json in the run's folder. All other flags go to the
     experiment, in place of those of the run: --global-batch is the size of a microbatch.
