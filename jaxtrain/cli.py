@@ -48,7 +48,7 @@ from jaxtrain.serve import command as serve
 from jaxtrain.serve import generate_command as generate
 from jaxtrain.serve.planning import plan_serving
 from jaxtrain.study import command as study
-from jaxtrain.study import coordinates, ladder
+from jaxtrain.study import coordinates, ladder, noise
 from jaxtrain.study import runs_command as runs
 
 DESCRIPTION = (
@@ -356,6 +356,7 @@ COMMANDS = {
     "coordinates": Command(
         coordinates.CoordinatesOptions, coordinates.run_coordinates, passes_on=True
     ),
+    "noise": Command(noise.NoiseOptions, noise.run_noise, passes_on=True),
     "runs": Command(runs.RunsOptions, runs.run_runs),
     "replay": Command(ReplayOptions, run_replay),
     "landscape": Command(landscape.LandscapeOptions, landscape.run_landscape, passes_on=True),

@@ -69,6 +69,7 @@ SMALLER = {
     r"jaxtrain compare": "--rounds 2 --block-steps 1",
     r"jaxtrain predict .*questions": "--stride 4",
     r"jaxtrain landscape": "--points 3 --batches 1 --iterations 2",
+    r"jaxtrain noise": "--microbatches 3",
     r"jaxtrain shrink": "--rows 2 --held-out-rows 2 --data my_texts/",
     r"jaxtrain tokenize": "--workers 1",
     r"jaxtrain watch": "--once",

@@ -141,7 +141,7 @@ class View:
 
     def restore(self, run: str, step: int) -> TrainState:
         """Reads parameters (averages where the optimizer keeps any) and model state, no more."""
-        return restore_evaluated(self.experiment, self.abstract, _reader(run), step)
+        return restore_evaluated(self.experiment, self.abstract, reader_of(run), step)
 
     def draw(self, state: TrainState, rng: jax.Array) -> PyTree:
         """Draws a random direction, the same on every mesh, which lies as the parameters do."""
@@ -219,7 +219,7 @@ class View:
 
 def find_around(view: View, options: LandscapeOptions) -> dict[str, Any]:
     """Finds the losses along a random direction, or on a plane of two."""
-    step = _step_of(options.run, options.step)
+    step = step_of(options.run, options.step)
     state = view.restore(options.run, step)
     key, count = jax.random.key(options.direction_seed), 2 if options.two_d else 1
     directions = [view.draw(state, jax.random.fold_in(key, k)) for k in range(count)]
@@ -237,9 +237,9 @@ def find_around(view: View, options: LandscapeOptions) -> dict[str, Any]:
 
 def find_between(view: View, options: LandscapeOptions) -> dict[str, Any]:
     """Finds the losses on the line to another checkpoint."""
-    to, step = options.between, _step_of(options.run, options.step)
+    to, step = options.between, step_of(options.run, options.step)
     run, there = (options.run, int(to)) if to.isdecimal() else (to, None)
-    there = _step_of(run, there)
+    there = step_of(run, there)
     state = view.restore(options.run, step)
     direction = jax.jit(direction_to)(state, view.restore(run, there))
     line_P = np.linspace(0, 1, options.points)
@@ -256,10 +256,10 @@ def find_between(view: View, options: LandscapeOptions) -> dict[str, Any]:
 
 def find_sharpness(view: View, options: LandscapeOptions) -> dict[str, Any]:
     """Finds the largest eigenvalue of the Hessian at one checkpoint, or at all."""
-    steps = _reader(options.run).steps() if options.step is None else [options.step]
+    steps = reader_of(options.run).steps() if options.step is None else [options.step]
     limits = {"iterations": options.iterations, "tolerance": options.tolerance}
     found, product = [], None
-    for step in steps or [_step_of(options.run, None)]:
+    for step in steps or [step_of(options.run, None)]:
         state = view.restore(options.run, step)
         product = product or view.compile_product(state)
         value = view.sharpness(product, state, **limits)
@@ -338,13 +338,15 @@ def _check(options: LandscapeOptions) -> None:
         raise ValueError(f"`points` is {options.points}: give an odd number, as the run is one")
 
 
-def _reader(run: str) -> Reader:
+def reader_of(run: str) -> Reader:
+    """Opens the checkpoints of a run's folder."""
     return Reader(as_path(run) / CHECKPOINTS)
 
 
-def _step_of(run: str, step: int | None) -> int:
-    """The checkpoint that is meant."""
-    steps = _reader(run).steps()
+def step_of(run: str, step: int | None) -> int:
+    """Returns the checkpoint that is meant, the newest for None. Raises FileNotFoundError where the
+    run lacks it."""
+    steps = reader_of(run).steps()
     if not steps or (step is not None and step not in steps):
         has = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
         raise FileNotFoundError(

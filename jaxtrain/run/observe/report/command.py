@@ -12,6 +12,7 @@ from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, write_whole
 from jaxtrain.run.folder import PICTURE, REPORT
 from jaxtrain.run.observe.goodput import spent
+from jaxtrain.run.observe.report import rates
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.picture import save_png
 from jaxtrain.run.observe.report.records import read, significant
@@ -63,10 +64,12 @@ def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
         page = make_page(records)
         storage.retrying(lambda: write_whole(path, page), f"the report {path}", seconds=10.0)
         lines.append(f"report       {path}")
+        tests = rates.found(records[0])
+        lines += [f"rates        {test.text}" for test in tests]
         if found := spent(records[0].attempts):
             told = (f"{name} {significant(value, 3):,}" for name, value in found.items())
             lines.append(f"spent        {', '.join(told)}")
-        if records[0].values("train/loss").size >= CURVE:
+        if tests or records[0].values("train/loss").size >= CURVE:
             with contextlib.suppress(ImportError):
                 save_png(records, path.parent / PICTURE)
                 lines.append(f"curves       {path.parent / PICTURE}")

@@ -6,6 +6,7 @@ from etils import epath
 
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.run.observe.metric import Metric
+from jaxtrain.run.observe.report import rates as range_test
 from jaxtrain.run.observe.report.records import Record, downsample
 
 BUCKETS = 1000
@@ -13,9 +14,15 @@ BUCKETS = 1000
 
 def save_png(records: Sequence[Record], path: epath.PathLike) -> None:
     """Draws losses, gradient norm, learning rate and throughput of runs, overlaid in this order,
-    into a file on a disk or in a bucket. Raises ImportError where matplotlib is not installed."""
-    figure = new_figure(11, 6.5)
-    loss, *small = figure.subplot_mosaic("LLL;GRT", height_ratios=(3, 2)).values()
+    and range tests of learning rates, into a file on a disk or in a bucket. Raises ImportError
+    where matplotlib is not installed."""
+    tests = [test for record in records for test in range_test.found(record)]
+    rows = [*"LLL"], [*"GRT"], *([i] * 3 for i in range(len(tests)))
+    figure = new_figure(11, 6.5 + 3.5 * len(tests))
+    axes_of = figure.subplot_mosaic(rows, height_ratios=(3, 2, *[3] * len(tests)))
+    loss, *small = (axes_of[name] for name in "LGRT")
+    for i, test in enumerate(tests):
+        range_test.draw(axes_of[i], test)
     rates = sorted({name for record in records for name in record.rates})
     held_out = sorted({name for record in records for name in record.held_out_losses})
     panels = [
