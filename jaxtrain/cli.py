@@ -21,7 +21,7 @@ from rich.console import Console
 import jaxtrain
 from jaxtrain.compare import command as compare
 from jaxtrain.compare import compose_command as compose
-from jaxtrain.compare import parity
+from jaxtrain.compare import parity, scaling
 from jaxtrain.data import command as data
 from jaxtrain.engines.pipeline import balance, draw
 from jaxtrain.engines.pipeline.tables import SCHEDULES, make_table
@@ -350,6 +350,7 @@ COMMANDS = {
     "parity": Command(ParityOptions, run_parity, passes_on=True),
     "plan": Command(PlanOptions, run_plan, passes_on=True),
     "compare": Command(compare.CompareOptions, compare.run_compare, passes_on=True),
+    "scaling": Command(scaling.ScalingOptions, scaling.run_scaling, passes_on=True),
     "compose": Command(compose.ComposeOptions, compose.run_compose),
     "study": Command(study.StudyOptions, study.run_study, passes_on=True),
     "ladder": Command(ladder.LadderOptions, ladder.run_ladder, passes_on=True),

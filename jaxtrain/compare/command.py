@@ -60,16 +60,7 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
         new_figure(1, 1)
     check_least(options, rounds=2, block_steps=1, held_out_batches=0, seeds=1, rounding=0)
     _, base = load_config(options.experiment, rest, command="compare", own=type(options))
-    if count := getattr(base, "simulate_devices", 0):  # before anything asks JAX for devices
-        with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
-            simulate_devices(count)
-    distributed.initialize()
-    if (processes := jax.process_count()) > 1:
-        raise ValueError(
-            f"jaxtrain compare takes turns in one process, and this is one of {processes}: start "
-            "one alone, or train each variant as a run of its own and overlay their reports"
-        )
-    quiet.start()
+    start_alone(base, command="compare")
     variants = make_variants(options.experiment, options.vary, rest, seeds=options.seeds)
     results = compare(
         variants,
@@ -91,6 +82,20 @@ def run_compare(options: CompareOptions, rest: list[str]) -> int:
         save_png(results, options.png)
         print(options.png)
     return 0
+
+
+def start_alone(config: Any, *, command: str) -> None:
+    """Starts JAX, with devices that a config simulates; ValueError in one of several processes."""
+    if count := getattr(config, "simulate_devices", 0):  # before anything asks JAX for devices
+        with contextlib.suppress(RuntimeError):  # JAX has started: what it sees decides what fits
+            simulate_devices(count)
+    distributed.initialize()
+    if (processes := jax.process_count()) > 1:
+        raise ValueError(
+            f"jaxtrain {command} takes turns in one process, and this is one of {processes}: "
+            "start one alone, or train each variant as a run of its own and overlay their reports"
+        )
+    quiet.start()
 
 
 def make_variants(

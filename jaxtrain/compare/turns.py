@@ -33,6 +33,7 @@ from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import memory
 from jaxtrain.host.memory import human_bytes
+from jaxtrain.planning.ahead_of_time import read_compiled, summarize
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import train_loop
 from jaxtrain.run.observe.throughput import mfu
@@ -55,6 +56,7 @@ class Result:
       compiled_bytes: memory of one device at the step's peak, by the compiler.
       measured_bytes: the same by the device's own count; None where it keeps none, and where an
         earlier variant needed more.
+      sent_bytes: sent by one device in a step; None where the program cannot be read.
       losses: the loss of every step, including those of the round that is not timed.
       loss: mean over the steps of the last round.
       held_out: loss after the last step; None where it was not evaluated.
@@ -69,6 +71,7 @@ class Result:
     mfu: float | None
     compiled_bytes: int
     measured_bytes: float | None
+    sent_bytes: float | None
     compile_seconds: float
     losses: tuple[float, ...]
     loss: float
@@ -89,6 +92,7 @@ def compare(
     block_steps: int,
     held_out_batches: int = 0,
     rounding: int = 0,
+    devices: Mapping[str, Sequence[jax.Device]] = {},
 ) -> list[Result]:
     """Compiles all variants, trains them in turn and compares.
 
@@ -98,6 +102,7 @@ def compare(
         each.
       held_out_batches: to evaluate in the end; 0 for none.
       rounding: training batches whose gradients are compared with float32's in the end; 0 for none.
+      devices: those of a variant by its name; left out, all.
 
     Raises:
       ValueError: where one cannot be compiled or does not fit into memory, with its name.
@@ -106,10 +111,10 @@ def compare(
     for name, experiment in variants.items():  # What does not fit is refused before it takes long.
         with naming(name):
             _check_steps(experiment, rounds, block_steps)
-            runs.append(_Run(name, experiment))
-            if rounding and (devices := runs[-1].mesh.size) > 1:
+            runs.append(_Run(name, experiment, devices.get(name)))
+            if rounding and (size := runs[-1].mesh.size) > 1:
                 raise ValueError(
-                    f"`rounding` is {rounding} on {devices} devices: gradients are compared with "
+                    f"`rounding` is {rounding} on {size} devices: gradients are compared with "
                     "those of float32 on one; give it one, or leave `rounding` out"
                 )
     for run in runs:
@@ -152,6 +157,8 @@ def _result(
     devices, dtype = run.mesh.devices.flat, experiment.policy.compute_dtype
     with naming(run.name):
         held_out = run.evaluate(held_out_batches)
+    program, _, unread = read_compiled(run.program.compiled, run.mesh)
+    sent = program.per_step(experiment.layout.steps_per_call).collectives
     return Result(
         name=run.name,
         mesh=describe_mesh(run.mesh),
@@ -161,6 +168,7 @@ def _result(
         mfu=mfu(experiment.task.flops_per_step, median, devices, dtype=dtype),
         compiled_bytes=run.program.memory_bytes,
         measured_bytes=run.measured_bytes,
+        sent_bytes=None if unread else sum(row.sent for row in summarize(sent)),
         compile_seconds=run.program.compile_seconds,
         losses=tuple(run.losses),
         loss=statistics.fmean(run.losses[-block_steps:]),
@@ -174,9 +182,9 @@ class _Run(Hook):
     program: CompiledStep
     measured_bytes: float | None = None
 
-    def __init__(self, name: str, experiment: Experiment):
+    def __init__(self, name: str, experiment: Experiment, devices: Any):
         self.name, self.experiment = name, experiment
-        self.mesh = make_experiment_mesh(experiment)
+        self.mesh = make_experiment_mesh(experiment, devices)
         self._shapes = make_abstract_state(experiment, self.mesh)
         self._places = jax.tree.map(lambda x: x.sharding, self._shapes)
         self._state: PyTree = None

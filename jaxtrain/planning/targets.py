@@ -134,6 +134,25 @@ def parse_target(text: str, *, slices: int = 1, dcn_gbps: float | None = None) -
     return Target(f"{name}:{layout}", chip, sizes, slices)
 
 
+def target_of(chip: str, devices: int) -> Target:
+    """Returns so many devices of a chip of known speed: GPUs on whole hosts, or a TPU slice. Raises
+    ValueError where there is none."""
+    row = CHIPS.get(name := _ALIASES.get(chip, chip), CHIPS["cpu"])
+    if row.kind == "cpu":
+        raise ValueError(
+            f"`target` is {chip!r}: name one chip, such as h100 or v5e, without a size"
+        )
+    if row.kind == "gpu":
+        fewest = -(-devices // row.devices_per_host)
+        hosts = next(n for n in range(fewest, devices + 1) if devices % n == 0)
+        return parse_target(f"{name}:{hosts}x{devices // hosts}")
+    try:
+        return parse_target(f"{name}-{devices * (1 if name in _FLAT else 2) // row.cores_per_chip}")
+    except ValueError:
+        why = f"no slice of {chip} has so many; {_SLICES[name in _FLAT]}"
+        raise ValueError(f"`devices` has {devices}: {why}") from None
+
+
 # By cloud.google.com/tpu/docs/v5e, v6e, v4 and v5p; the compiler itself takes any.
 _SMALL = {(1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 4, 4)}
 _SLICES = {

@@ -91,7 +91,7 @@ def test_variants_take_turns_and_layouts_and_calls_vary(monkeypatch):
     monkeypatch.setattr(
         turns,
         "make_experiment_mesh",
-        lambda e: make_experiment_mesh(e, first[: e.layout.mesh.data]),
+        lambda e, _: make_experiment_mesh(e, first[: e.layout.mesh.data]),
     )
     a, b = turns.compare(experiments, rounds=3, block_steps=2)
     assert order[2:] == [(name, steps) for steps in (2, 4, 6) for name in "ab"]
@@ -168,6 +168,7 @@ def test_seeds_are_pooled_and_a_mesh_has_no_rounding_to_compare(capsys):
         "mfu": None,
         "compiled_bytes": 1,
         "measured_bytes": None,
+        "sent_bytes": None,
         "losses": (1.0,),
     }
     shared |= {"items_per_second": 1.0, "compile_seconds": 1.0, "step_seconds": (1.0, 3.0)}
