@@ -167,16 +167,8 @@ def test_exact_log_probabilities_are_those_that_a_server_sampled_with(dtype):
 
 
 def test_a_run_continues_from_its_checkpoint_with_the_same_bits(tmp_path):
-    flags = [
-        "--model",
-        "tiny",
-        "--seq-len",
-        "64",
-        "--precision",
-        "bf16",
-        "--deterministic",
-        "--steps",
-    ]
+    flags = ["--model", "tiny", "--seq-len", "64", "--precision", "bf16", "--deterministic"]
+    flags += ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "1", "--steps"]
 
     def losses(folder, steps, *more):
         command = [sys.executable, "-m", "experiments.gpt", *flags, str(steps), *more]

@@ -19,7 +19,7 @@ from jaxtrain.sharding.placement import constrain, scatter_sequence, splits_resi
 
 # Logits that one tile may have on one device, in float32 256 MiB. On a GPU the gradient of the
 # kernel is read and written once for every tile, and tiles of few tokens leave processors idle.
-TILE, GPU_TILE = 2**26, 2**29
+TILE, GPU_TILE = 2**26, 2**28
 
 
 def cross_entropy(

@@ -21,7 +21,7 @@ Spec = tuple[Axes, ...]
 REDUCTIONS = frozenset(
     [
         *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
-        *("argmax", "argmin"),
+        *("argmax", "argmin", "reduce"),
     ]
 )
 
@@ -247,7 +247,7 @@ class Partitioner:
             wanted[at : at + (name == "unstack")] = [()] * (name == "stack")
             return self.fit(shape, wanted)
         if name in REDUCTIONS and first is not None:
-            gone = set(params["axes"])
+            gone = set(params["dimensions" if name == "reduce" else "axes"])
             spec = self.fit(shape, [axes for d, axes in enumerate(first.spec) if d not in gone])
             over = tuple(a for d in sorted(gone) for a in first.spec[d])
             self.send("all-reduce", over, self.size(shape, first.dtype, spec))

@@ -64,7 +64,7 @@ COLLECTIVES = {
     "ppermute": "collective-permute",
 }
 # What is no call, though it may have a jaxpr.
-NO_CALLS = CHEAP | {"scan", "while", "cond", "shard_map", "pallas_call"}
+NO_CALLS = CHEAP | {"scan", "while", "cond", "shard_map", "pallas_call", "reduce"}
 IN_PLACE = frozenset(["scatter", "scatter-add", "scatter_add", "dynamic_update_slice"])
 # Results with memory of their own. Everything else is element-wise.
 HEAVY = frozenset(
@@ -239,7 +239,8 @@ class CostInterpreter(Partitioner):
     def unfused(self, name, variables, specs, inputs, liveness, *, product=False) -> list[Value]:
         """Results that are written to memory; operands are read where they lie, fused or not."""
         outputs = self.store(variables, specs, inputs, liveness, in_place=name in IN_PLACE)
-        read, written = inputs, outputs
+        # Operands of one reduction are made of the same array, as far as they are large.
+        read, written = inputs[:1] if name == "reduce" else inputs, outputs
         if name in IN_PLACE:
             # What is updated in place is touched where the update is.
             read, written = inputs[1:], [inputs[1 if name == "dynamic_update_slice" else -1]]
