@@ -7,14 +7,13 @@ eager's logits would fill.
 
 import dataclasses
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from experiments.bench import Rounds, Variant, gpt_row
+from experiments.bench import Rounds, Variant, gpt_row, machine
 from experiments.bench import step as ours
 from jaxtrain.models import decoder
 from jaxtrain.precision import Policy
@@ -41,17 +40,13 @@ def main(config: Config) -> None:
         import torch
     except ImportError:
         raise SystemExit("this row needs PyTorch: pip install -e '.[bench]'") from None
-    # JAX would take three quarters of a GPU's memory before PyTorch is asked.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    machine.share_memory()
     model, rows = ours.model_and_rows(config.shape)
     batch = ours.make_batch(model, config.rows or rows)
     params = jax.device_get(jax.jit(lambda: decoder.init(model, jax.random.key(0)))())
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("JAX sees a GPU and PyTorch does not: install its CUDA build")
-    if device == "cuda":
-        # TF32, as XLA multiplies float32 on a GPU.
-        torch.set_float32_matmul_precision("high")
 
     policy = Policy.named(config.precision)
     theirs = functools.partial(
@@ -90,6 +85,9 @@ def torch_variant(
 
     from experiments.bench import torch_gpt
 
+    if device == "cuda":
+        # TF32, as XLA multiplies float32 on a GPU.
+        torch.set_float32_matmul_precision("high")
     module = torch_gpt.GPT(model)
     torch_gpt.load(module, params)
     step = torch_gpt.make_step(

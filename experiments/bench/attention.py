@@ -6,7 +6,6 @@ device, else ``jax.nn.dot_product_attention``.
 """
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench import Rounds, Variant, Work, row
+from experiments.bench import Rounds, Variant, Work, machine, row
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.tiled import tile_rows
 
@@ -45,8 +44,7 @@ class Config(Rounds):
 
 def main(config: Config) -> None:
     """Runs the row and prints it."""
-    # JAX would take three quarters of a GPU's memory before PyTorch is asked.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    machine.share_memory()
     names = ("batch", "seq_len", "heads", "head_dim", "dtype")
     given = [getattr(config, name) for name in names]
     usual = SHAPES[jax.default_backend()]
@@ -92,11 +90,9 @@ def implementations(T: int, K: int, dtype: str) -> dict[str, Callable[..., jax.A
             return ops.attention(q, k, v, implementation="xla")
 
     # Scores of all heads in float32 would be more than a GPU's memory.
-    return (
-        found
-        if jax.default_backend() == "gpu"
-        else found | {"jaxtrain, xla in one tile": in_one_tile}
-    )
+    if jax.default_backend() != "gpu":
+        found["jaxtrain, xla in one tile"] = in_one_tile
+    return found
 
 
 def jax_variant(function: Callable[..., jax.Array], operands: list[Any], calls: int) -> Variant:

@@ -106,9 +106,6 @@ def _torch(trial: Trial) -> dict[str, Any]:
     import torch
 
     device = "cuda" if trial.backend == "gpu" else "cpu"
-    if device == "cuda":
-        # TF32, as XLA multiplies float32 on a GPU.
-        torch.set_float32_matmul_precision("high")
     # JAX makes no more than the parameters here, on the CPU.
     params = jax.device_get(jax.jit(lambda: decoder.init(trial.model, jax.random.key(0)))())
     variant = against_torch.torch_variant(

@@ -111,12 +111,10 @@ def run_scaling(options: ScalingOptions, rest: list[str]) -> int:
             if rows not in experiments:
                 own = dataclasses.replace(config, global_batch=rows)
                 experiments[rows] = build_experiment(module, own, outline=n > there)
-            mesh, data = (
-                abstract_mesh(experiments[rows].layout.mesh.sizes, n),
-                experiments[rows].data,
-            )
-            batch_shardings(data.batch, mesh, experiments[rows].laid.rules)
-        points.append(Point(name, n, rows, data.items_per_step, describe_mesh(mesh)))
+            experiment = experiments[rows]
+            mesh = abstract_mesh(experiment.layout.mesh.sizes, n)
+            batch_shardings(experiment.data.batch, mesh, experiment.laid.rules)
+        points.append(Point(name, n, rows, experiment.data.items_per_step, describe_mesh(mesh)))
     timed = [point for point in points if point.devices <= there]
     found = [measure(timed, experiments)] if timed else []
     if targets:

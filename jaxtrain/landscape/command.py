@@ -113,16 +113,20 @@ def run_landscape(options: LandscapeOptions, rest: list[str]) -> int:
         kind, record = "between", find_between(view, options)
     else:
         kind, record = "plane" if options.two_d else "line", find_around(view, options)
-    if jax.process_index() != 0:
-        return 0
-    path = as_path(options.run) / LANDSCAPE
-    kept = json_object(read_if_there(path))  # what is damaged can be found again
-    write_whole(path, json_text(kept | {kind: record}))
-    terminal.print_lines([*describe(kind, record), str(path)])
-    if options.png is not None:
+    keep(options.run, kind, record, describe(kind, record))
+    if options.png is not None and jax.process_index() == 0:
         save_png(kind, record, options.png)
         terminal.print_lines([options.png])
     return 0
+
+
+def keep(run: str, kind: str, record: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """Writes what was found of one kind into landscape.json in a run's folder, and prints lines."""
+    if jax.process_index() == 0:
+        path = as_path(run) / LANDSCAPE
+        kept = json_object(read_if_there(path))  # what is damaged can be found again
+        write_whole(path, json_text(kept | {kind: record}))
+        terminal.print_lines([*lines, str(path)])
 
 
 class View:

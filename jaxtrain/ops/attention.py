@@ -135,8 +135,7 @@ def attention(
     if chosen != "xla":
         # XLA cannot partition these, and JAX's rule for cuDNN's wants queries and keys split alike,
         # and fails inside a pipeline; each device's own part needs no rule.
-        compute = stand_in if chosen == STAND_IN else KERNELS[chosen].compute
-        kernel = functools.partial(compute, softcap=softcap)
+        kernel = functools.partial(KERNELS[chosen].compute, softcap=softcap)
         run = functools.partial(per_device.on_each_device, kernel)
         kernel = lambda *qkv_mask: qkv_mask[-1].either(run, *qkv_mask[:-1])  # noqa: E731
         return context.around(kernel, q_BTHK, k_BSGK, v_BSGK, mask, **split)
@@ -262,6 +261,7 @@ class _Fused(NamedTuple):
 KERNELS = {
     "cudnn": _Fused("gpu", _cudnn_obstacle, _cudnn_attention),
     "splash": _Fused("tpu", splash.obstacle, splash.splash_attention),
+    STAND_IN: _Fused("gpu", _cudnn_obstacle, stand_in),
 }
 
 

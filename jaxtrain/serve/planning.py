@@ -161,8 +161,9 @@ def plan_serving(experiment: Experiment, target: Target, shape: str) -> ServingP
             ([kept[None]], [cache], _rows(model, B, C, longest))
             for B, C in ((slots, 1), (READERS, CHUNK))
         ]
-        with ahead_of_time("compiled"):
+        with ahead_of_time("traced"):
             flops = [count_jaxpr(jax.make_jaxpr(program)(*each)).total for each in given]
+        with ahead_of_time("compiled"):
             working, refusal = None, "weights and cache alone do not fit, so nothing was compiled"
             if limit is None or local_bytes((kept[None], cache)) <= limit:
                 working, refusal = _added(program, given, target)

@@ -25,11 +25,8 @@ from jaxtrain.engines.plain import plain, run_engine, trainable
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, quiet
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path, json_object, json_text, read_if_there, write_whole
-from jaxtrain.landscape.command import reader_of, step_of
+from jaxtrain.landscape.command import keep, reader_of, step_of
 from jaxtrain.optim import frozen
-from jaxtrain.run.folder import LANDSCAPE
-from jaxtrain.run.observe import terminal
 from jaxtrain.run.provenance import read_record
 from jaxtrain.run.replay import load_run
 from jaxtrain.sharding.row_keys import row_count
@@ -88,11 +85,7 @@ def run_noise(options: NoiseOptions, rest: list[str]) -> int:
     firsts = {step: step * batch // rows for step in steps}
     found = measure(experiment, options.run, firsts, options.microbatches)
     record["checkpoints"] = [{"step": step} | noise._asdict() for step, noise in found.items()]
-    if jax.process_index() == 0:
-        path = as_path(options.run) / LANDSCAPE
-        kept = json_object(read_if_there(path))  # what is damaged can be measured again
-        write_whole(path, json_text(kept | {"noise": record}))
-        terminal.print_lines([*describe(record), str(path)])
+    keep(options.run, "noise", record, describe(record))
     return 0
 
 
@@ -175,8 +168,8 @@ def estimate(weight_K: np.ndarray, away_K: np.ndarray, along_K: np.ndarray, sign
     Raises:
       ValueError: fewer than 3 microbatches weigh anything.
     """
-    keep = weight_K > 0
-    w_K, away_K, along_K = weight_K[keep], away_K[keep], along_K[keep]
+    live = weight_K > 0
+    w_K, away_K, along_K = weight_K[live], away_K[live], along_K[live]
     K, total = w_K.size, w_K.sum()
     if K < 3:
         raise ValueError(
