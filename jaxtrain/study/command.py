@@ -68,8 +68,8 @@ class StudyOptions:
     """Runs of each trial, with --seed and the numbers after it; their mean counts, and the first
     decides whether the trial is pruned."""
     storage: str | None = None
-    """Optuna's URL of a database, such as postgresql://USER@HOST/NAME, in place of a journal in the
-    study's folder."""
+    """Optuna's URL of a database, such as postgresql+psycopg://USER@HOST/NAME, which is used in
+    place of a journal in the study's folder."""
 
 
 def run_study(options: StudyOptions, rest: list[str]) -> int:

@@ -171,10 +171,12 @@ def open_storage(folder: pathlib.Path, url: str | None) -> Any:
     """Opens Optuna's storage of a study: a journal in its folder, or what the URL names."""
     optuna = _optuna()
     if url is not None:
+        errors = extras.load("a study needs Optuna", "study", "sqlalchemy.exc").exc
         try:
             return optuna.storages.get_storage(url)
-        except (ImportError, ValueError) as error:
-            raise ValueError(f"the study's storage cannot be opened: {error}") from None
+        except (ImportError, ValueError, errors.SQLAlchemyError) as error:
+            why = str(error).partition("\n")[0]
+            raise ValueError(f"the study's storage cannot be opened: {why}") from None
     journals, path = optuna.storages.journal, folder / JOURNAL
     backend = journals.JournalFileBackend(str(path), lock_obj=JournalLock(path))
     return optuna.storages.JournalStorage(backend)

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 
@@ -106,6 +108,94 @@ def test_a_killed_process_loses_no_trial_and_doubles_none(tmp_path):
         (i, "COMPLETE") for i in range(8)
     ]
     assert all(isinstance(json.loads(line), dict) for line in journal.read_bytes().splitlines())
+
+
+WORK = """
+import pathlib, sys, time
+from jaxtrain.study.lease import Lease
+from tests.study.test_trials import LEASES, do, open_trials
+folder = pathlib.Path(sys.argv[1])
+with Lease(folder / LEASES) as lease:
+    trials = open_trials(folder, token=lease.token, storage=sys.argv[2], seed=int(sys.argv[3]))
+    print("ready", flush=True)
+    if sys.argv[3] == "2":
+        print(trials.claim().number, flush=True)
+        time.sleep(600)
+    do(trials)
+"""
+
+
+@pytest.fixture
+def postgresql(tmp_path):
+    """The URL of a PostgreSQL server on loopback that lives as long as the test."""
+    pytest.importorskip("psycopg")
+    if shutil.which("initdb") is None:
+        pytest.skip("PostgreSQL's initdb and postgres are not installed")
+    # The server refuses to run as root.
+    own = {"user": "postgres"} if os.geteuid() == 0 else {}
+    home, port = tmp_path / "postgresql", free_port()
+    home.mkdir()
+    if own:
+        shutil.chown(home, "postgres")
+        for folder in (tmp_path, *tmp_path.parents[:2]):
+            folder.chmod(0o755)
+    made = ["initdb", "-D", home / "data", "-U", "jaxtrain", "--auth", "trust", "--no-sync"]
+    subprocess.run(made, check=True, capture_output=True, **own)
+    command = ["postgres", "-D", home / "data", "-p", str(port), "-k", home, "-F"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **own) as server:
+        assert any("ready to accept" in line for line in server.stderr)
+        yield f"postgresql+psycopg://jaxtrain@127.0.0.1:{port}/postgres"
+        server.send_signal(signal.SIGINT)
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("postgresql+psycopg://127.0.0.1:1/none", "connection failed"),
+        ("postgresql+pg8000://127.0.0.1/none", "Failed to import DB access module"),
+        ("none", "Could not parse SQLAlchemy URL"),
+    ],
+)
+def test_a_database_that_cannot_be_opened_is_said(url, why, tmp_path):
+    pytest.importorskip("psycopg")
+    with pytest.raises(ValueError, match=f"the study's storage cannot be opened: .*{why}"):
+        open_trials(tmp_path, storage=url)
+
+
+@pytest.mark.slow
+def test_processes_share_a_postgresql(tmp_path, postgresql):
+    """Three processes draw trials from one database, of which one is killed with a trial."""
+    (tmp_path / LEASES).mkdir()
+    open_trials(tmp_path, storage=postgresql, token="first")  # makes the tables
+    root = pathlib.Path(__file__).parents[2]
+    commands = [[sys.executable, "-c", WORK, str(tmp_path), postgresql, str(i)] for i in range(3)]
+    workers = [
+        subprocess.Popen(each, cwd=root, stdout=subprocess.PIPE, text=True) for each in commands
+    ]
+    *others, killed = workers
+    assert killed.stdout.readline() == "ready\n"
+    number = int(killed.stdout.readline())
+    killed.kill()
+    killed.communicate()
+    assert [other.communicate(timeout=120)[1] for other in others] == [None, None]
+    assert [other.returncode for other in others] == [0, 0]
+    trials = open_trials(tmp_path, storage=postgresql)
+    do(trials)  # where both others had ended before the third was killed
+    assert trials.is_over()
+    assert [trial.number for trial in trials.all()] == list(range(24))
+    for trial in trials.all():
+        diverges = trial.params["optimizer.learning-rate"] > 0.3
+        assert trial.value == (math.inf if diverges else loss(trial.params))
+    owner = trials.all()[number].user_attrs["owner"]
+    told = json.loads((tmp_path / LEASES / f"{owner}.json").read_text()) if owner != "here" else {}
+    assert told.get("pid") != killed.pid
+    assert not (tmp_path / "journal.log").exists()
 
 
 def test_a_trial_is_told_by_its_owner_alone(tmp_path):
