@@ -58,6 +58,8 @@ class StudyOptions:
     """Number of trials in all; left out, the whole grid, with other samplers 40."""
     workers: int = 1
     """Number of trials at a time on this host, which share its cores and GPUs evenly."""
+    processes: int = 1
+    """Number of processes of each run, which jaxtrain launch starts on this host."""
     sampler: Literal[SAMPLERS] = "tpe"  # type: ignore[valid-type]
     """Rule that chooses values: TPE, at random, every point of a grid, CMA-ES (for numbers), or
     Gaussian processes, by expected improvement (gp) or a confidence bound (gp-ucb)."""
@@ -74,7 +76,7 @@ class StudyOptions:
 
 def run_study(options: StudyOptions, rest: list[str]) -> int:
     """Does the study and writes its report."""
-    check_least(options, trials=1, workers=1, repeats=1)
+    check_least(options, trials=1, workers=1, processes=1, repeats=1)
     check_on_disk(options.study_dir, "--study-dir")
     stay_on_cpu()
     module, config = load_config(options.experiment, rest, command="study", own=type(options))
@@ -167,9 +169,9 @@ def _check(options: StudyOptions, config: Any) -> None:
 
 def environ_of(options: Any, config: Any) -> Mapping[str, str]:
     """Returns the environment of a study's runs. Raises ValueError where this host's GPUs cannot be
-    dealt to the ``workers`` of its options."""
+    dealt to the ``workers`` of its options, and to the ``processes`` of each."""
     environ = os.environ | ({"JAX_PLATFORMS": "cpu"} if config.simulate_devices else {})
-    check_devices(options.workers, environ)
+    check_devices(options.workers, options.processes, environ)
     return environ
 
 
@@ -181,8 +183,8 @@ def refuse_start(config: Any) -> None:
 
 
 def runs_of(options: Any, rest: Sequence[str], config: Any, experiment: Experiment) -> Runs:
-    """Returns the runs of a study with these options, which have ``study_dir``, ``experiment`` and
-    ``repeats``, and these flags of the experiment."""
+    """Returns the runs of a study with these options, which have ``study_dir``, ``experiment``,
+    ``processes`` and ``repeats``, and these flags of the experiment."""
 
     def words(values: Mapping[str, Any]) -> list[str]:
         given = values.items()
@@ -192,6 +194,7 @@ def runs_of(options: Any, rest: Sequence[str], config: Any, experiment: Experime
     return Runs(
         folder=pathlib.Path(options.study_dir),
         command=[sys.executable, "-m", options.experiment, *rest],
+        processes=options.processes,
         words=words,
         metric=f"eval/{chosen.best_metric}",
         mode=chosen.best_mode,

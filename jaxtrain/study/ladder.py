@@ -68,6 +68,8 @@ class LadderOptions:
     said too, and with --price what it costs."""
     workers: int = 1
     """Number of runs at a time on this host, which share its cores and GPUs evenly."""
+    processes: int = 1
+    """Number of processes of each run, which jaxtrain launch starts on this host."""
     repeats: int = 1
     """Runs of each size and budget, with --seed and the numbers after it."""
     png: str | None = None
@@ -111,7 +113,7 @@ class Forecast:
 
 def run_ladder(options: LadderOptions, rest: list[str]) -> int:
     """Trains what is missing, and prints the law and its forecast."""
-    check_least(options, workers=1, repeats=1)
+    check_least(options, workers=1, processes=1, repeats=1)
     check_on_disk(options.study_dir, "--study-dir")
     targets.stay_on_cpu()
     if options.png is not None:  # Where that cannot be, nothing is trained.

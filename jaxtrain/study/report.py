@@ -48,7 +48,8 @@ def best_of(trials: Sequence[Any], mode: str) -> Any:
 
 def command_of(runs: Runs, trial: Any) -> list[str]:
     """Returns the command that trains a trial's first run again, in a new folder."""
-    return ["python", *runs.line(trial.params, runs.seeds[0])[1:]]
+    program, *words = runs.line(trial.params, runs.seeds[0])
+    return ["python", *("python" if word == program else word for word in words)]
 
 
 def write(folder: pathlib.Path, trials: Sequence[Any], runs: Runs) -> str:

@@ -14,6 +14,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,8 @@ POLL_SECONDS = 0.25
 RESTARTS = 3
 # For so long a run may save itself where the study is interrupted.
 GRACE_SECONDS = 60.0
+# A launcher that has been asked to kill its processes is killed itself after this time.
+LAUNCHER_SECONDS = 10.0
 # Where the first trials all fail, so would the others.
 FIRST_FAILURES = 3
 OUTPUT = "output"
@@ -49,6 +52,8 @@ class Runs:
       metric: that the experiment chooses its best by, as the log names it; ``mode`` is min or max.
       takes_best: whether the best evaluation counts, and not the last.
       seeds: of the runs of a trial, one after the other.
+      processes: of each run. Process 0 alone logs, so that what is reported, pruned and told is
+        what process 0 says.
     """
 
     folder: pathlib.Path
@@ -58,6 +63,7 @@ class Runs:
     mode: str
     takes_best: bool
     seeds: Sequence[int]
+    processes: int = 1
 
     def run_dir(self, number: int, seed: int) -> pathlib.Path:
         """The folder of a run, ``trial-7`` or ``trial-7-seed-1``."""
@@ -67,7 +73,9 @@ class Runs:
     def line(self, values: Mapping[str, Any], seed: int) -> list[str]:
         """The words of the command that trains with these values, but for its folder."""
         seeded = ["--seed", str(seed)] if len(self.seeds) > 1 else []
-        return [*self.command, *self.words(values), *seeded]
+        launch = [sys.executable, "-m", "jaxtrain", "launch", "--processes", str(self.processes)]
+        launched = [*launch, "--"] if self.processes > 1 else []
+        return [*launched, *self.command, *self.words(values), *seeded]
 
     def series(self, run_dir: pathlib.Path) -> Series:
         """What a run has logged of the metric so far."""
@@ -133,14 +141,17 @@ def work(
         guard.dismiss()
 
 
-def check_devices(workers: int, environ: Mapping[str, str]) -> None:
-    """Raises ValueError where the GPUs of this host cannot be dealt to so many workers."""
-    _own_gpus(environ, 0, workers)
+def check_devices(workers: int, processes: int, environ: Mapping[str, str]) -> None:
+    """Raises ValueError where the GPUs of this host cannot be dealt to so many workers, each with
+    so many processes."""
+    several = f"`processes` is {processes}" if processes > 1 else f"`workers` is {workers}"
+    count = workers * processes
+    _own_gpus(environ, 0, count)
     own_share = {"XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-    if _gpus(environ) == 1 and workers > 1 and not own_share & environ.keys():
+    if _gpus(environ) == 1 and count > 1 and not own_share & environ.keys():
         raise ValueError(
-            f"`workers` is {workers} and there is one GPU, whose memory the first would take: give "
-            f"1, or set XLA_PYTHON_CLIENT_MEM_FRACTION to {0.9 / workers:.2f}"
+            f"{several} and there is one GPU, whose memory the first would take: give 1, or set "
+            f"XLA_PYTHON_CLIENT_MEM_FRACTION to {0.9 / count:.2f}"
         )
 
 
@@ -224,7 +235,8 @@ class _Worker:
         again = exit_codes.restart(code, progress, self.restarts, limit=RESTARTS)
         if again is None:
             lines = self.output.read_text(errors="replace").split("\n")
-            return self._fail(f"status {code}: {next(filter(None, reversed(lines)), '')}")
+            said = [line for line in lines if line and not line.startswith("[launch]")]
+            return self._fail(f"status {code}: {said[-1] if said else ''}")
         self.restarts, pause = again
         self.start_at = time.monotonic() + pause
         self.say(f"trial {self.number} is started again in {pause:.0f} s after status {code}")
@@ -235,7 +247,7 @@ class _Worker:
         series = self.runs.series(self.run_dir) if self.seen != before else _NOTHING
         for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
             if self.trials.report(self.number, step, value) and running:
-                _kill(self.process)
+                _kill(self.process, launched=self.runs.processes > 1)
                 told = {"step": step, "reason": "the study has pruned the trial"}
                 write_whole(as_path(self.run_dir / STOPPED), json.dumps(told) + "\n")
                 self.trials.prune(self.number)
@@ -273,7 +285,12 @@ def _check_failures(trials: Trials) -> None:
         )
 
 
-def _kill(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen, *, launched: bool = False) -> None:
+    if launched:  # It kills its processes after a second signal, and ends when they are gone.
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LAUNCHER_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,5 +1,6 @@
 """The command ``jaxtrain study``, with real runs of a small experiment."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -75,8 +76,57 @@ def test_processes_that_are_killed_leave_a_whole_study(tmp_path):
         assert steps == list(range(2, 302, 2))
 
 
-def wait_for(there):
-    until = time.monotonic() + 120
+@pytest.mark.slow
+def test_trials_of_two_processes_are_decided_by_process_0(tmp_path):
+    """The study is killed amid a trial, and its processes with it; the same command goes on."""
+    more = ["--processes", "2", "--pruner", "halving", "--trials", "3", "--mesh.data", "2"]
+    more += ["--steps", "200", "--eval-every", "10", "--save-every", "100"]
+    command = [sys.executable, "-m", "jaxtrain", *given(tmp_path, *more)]
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    study = tmp_path / "study"
+    first = subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.DEVNULL)
+    log = study / "trial-0" / "log.jsonl"
+    wait_for(lambda: log.exists() and "eval/loss" in log.read_text())
+    assert len(running(study, "--run-dir")) == 3  # the launcher and what it started
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    wait_for(lambda: not running(study), seconds=20)
+    again = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert again.returncode == 0, again.stderr
+    assert not running(study)
+    told = re.findall(r"trial (\d) .*?(?:step (\d+) at|eval/loss) ([\d.]+)", again.stderr)
+    assert any(step for _, step, _ in told)  # pruned there
+    assert any(not step for _, step, _ in told)
+    for number, step, value in told:
+        folder = study / f"trial-{number}"
+        record = json.loads((folder / "config.json").read_text())
+        assert record["provenance"]["mesh"].startswith("data 2")
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        assert {line["process"] for line in lines} == {0}
+        held_out = [line["eval/loss"] for line in lines if "eval/loss" in line]
+        at = int(step or 200) // 10 - 1
+        assert f"{held_out[at]:.5g}" == value
+        steps = [line["step"] for line in lines if "train/loss" in line]
+        assert steps == list(range(2, steps[-1] + 1, 2))
+    assert sorted(number for number, *_ in told) == ["0", "1", "2"]
+    (best,) = re.findall(r"^command +(.*)$", again.stdout, re.MULTILINE)
+    assert best.startswith("python -m jaxtrain launch --processes 2 -- python -m tests.small")
+
+
+def running(*words):
+    """The processes on this machine whose command has all of these words."""
+    found = []
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            line = (process / "cmdline").read_text()
+            found += [int(process.name)] if all(str(word) in line for word in words) else []
+    return found
+
+
+def wait_for(there, seconds=120):
+    until = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < until
         time.sleep(0.1)

@@ -11,7 +11,7 @@ optuna = pytest.importorskip("optuna")
 from jaxtrain.study import report  # noqa: E402
 from jaxtrain.study.space import Dimension  # noqa: E402
 from jaxtrain.study.trials import LEASES, Trials  # noqa: E402
-from jaxtrain.study.workers import Runs, work  # noqa: E402
+from jaxtrain.study.workers import Runs, check_devices, work  # noqa: E402
 
 # Logs a loss that falls to --rate, from the step after the last that its folder has.
 RUN = """
@@ -133,6 +133,18 @@ def test_an_interrupted_study_goes_on_where_it_was(study, tmp_path):
     assert done
     assert [trial.state.name for trial in trials.all()] == ["COMPLETE", "COMPLETE"]
     assert len(starts(runs, 0)) == 2
+
+
+def test_a_gpu_is_not_shared_unseen_by_workers_or_their_processes():
+    four, one = ({"CUDA_VISIBLE_DEVICES": gpus} for gpus in ("0,1,2,3", "0"))
+    check_devices(2, 2, four)
+    with pytest.raises(ValueError, match="4 GPUs cannot be dealt evenly to 6 processes"):
+        check_devices(3, 2, four)
+    with pytest.raises(ValueError, match="`processes` is 2 and there is one GPU"):
+        check_devices(1, 2, one)
+    with pytest.raises(ValueError, match="`workers` is 2 and there is one GPU"):
+        check_devices(2, 1, one)
+    check_devices(2, 2, one | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.22"})
 
 
 def test_repeats_are_runs_of_their_own_and_their_mean_counts(study):

@@ -154,7 +154,9 @@ def test_what_is_cut_off_not_finite_or_hostile_is_read_as_it_is(tmp_path, capsys
     run = write_run(tmp_path / "a", lines, config=config, end='{"step": 4, "train/lo')
     assert cli.main(["report", str(run)]) == 0
     text = (run / "report.html").read_text()
-    assert capsys.readouterr().out.strip() == str(run / "report.html")
+    path, causes = capsys.readouterr().out.splitlines()
+    assert path == str(run / "report.html")
+    assert causes == "Nothing in the log says why training would be slower than it could be."
     assert text.count("</script>") == 2
     assert "http" not in re.sub(r"http://www.w3.org/2000/svg", "", text)
     data = data_of(text)

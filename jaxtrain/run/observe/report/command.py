@@ -13,9 +13,10 @@ from jaxtrain.host.paths import as_path, write_whole
 from jaxtrain.run.folder import PICTURE, REPORT
 from jaxtrain.run.observe.goodput import spent
 from jaxtrain.run.observe.report import rates
+from jaxtrain.run.observe.report.convergence import diagnose
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.picture import save_png
-from jaxtrain.run.observe.report.records import read, significant
+from jaxtrain.run.observe.report.records import Record, read, significant
 
 # A run with fewer log lines has no curves to draw.
 CURVE = 20
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True)
 class ReportOptions:
     """Writes one HTML file that says whether runs are well: curves, throughput, updates left out,
-    configuration. It needs no network and no server, and may be made while a run goes on."""
+    configuration. It needs no network and no server, and may be made while a run goes on. Prints
+    what in the log says that training is slower than it could be, and what to try."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Folders of runs; several are overlaid, with what their configurations differ in."""
@@ -49,7 +51,16 @@ def run_report(options: ReportOptions, rest: list[str]) -> int:
         print(options.png)
     write_whole(out, make_page(records))
     print(out)
+    for record in records:
+        print("\n".join([record.name, *_causes(record)] if len(records) > 1 else _causes(record)))
     return 0
+
+
+def _causes(record: Record) -> list[str]:
+    """The sentences on why the loss of a run falls slowly, one a line."""
+    if not (found := diagnose(record)):
+        return ["Nothing in the log says why training would be slower than it could be."]
+    return list(map(str, found))
 
 
 def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
@@ -66,6 +77,7 @@ def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
         lines.append(f"report       {path}")
         tests = rates.found(records[0])
         lines += [f"rates        {test.text}" for test in tests]
+        lines += [f"diagnosis    {each}" for each in diagnose(records[0])]
         if found := spent(records[0].attempts):
             told = (f"{name} {significant(value, 3):,}" for name, value in found.items())
             lines.append(f"spent        {', '.join(told)}")

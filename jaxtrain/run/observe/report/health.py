@@ -8,6 +8,7 @@ import numpy as np
 from jaxtrain.run.observe import alert_rules, journal
 from jaxtrain.run.observe.goodput import lost_steps
 from jaxtrain.run.observe.metric import Metric
+from jaxtrain.run.observe.report.convergence import diagnose
 from jaxtrain.run.observe.report.records import Record
 
 # The most serious first.
@@ -48,6 +49,7 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         *_attempts(record),
         *_alerts(record),
         *_trackers(record),
+        *(Finding("look", str(each)) for each in diagnose(record)),
     ]
     if record.unreadable:
         is_ = "is" if record.unreadable == 1 else "are"
