@@ -30,6 +30,7 @@ import optax
 from jaxtrain.host.least import check_least
 from jaxtrain.methods.members import AXIS, at, each, over_parts, own_part, parts_of
 from jaxtrain.methods.method import Method, Step
+from jaxtrain.ops.attention import branch_shares
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.placement import free_axes, sizes_are_final
 from jaxtrain.sharding.stack import Stack
@@ -172,7 +173,8 @@ def local_updates(experiment: Any, local: Local) -> Any:
                 is_time = (now + number * local.every // local.fragments) % local.every == 0
                 is_time |= (now <= local.after) | (now == experiment.steps)
                 meet = functools.partial(_meet, number, piece, outer)
-                state = jax.lax.cond(is_time, meet, lambda state: state, state)
+                with branch_shares(local.every - 1, 1):
+                    state = jax.lax.cond(is_time, meet, lambda state: state, state)
             return state, metrics
 
         return all_replicas
