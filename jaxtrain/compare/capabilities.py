@@ -399,7 +399,8 @@ def _changes() -> Iterator[Capability]:
     yield own("rounded gradients, neutral", change=same, called="engine")
     yield own("a method", change=lambda e: e.with_(method=method), called="method")
     local = Local(replicas=2, every=2, outer="nesterov", fragments=2)
-    names = {"called": "local|replica|method"}
+    # The outer momentum is of small differences of parameters.
+    names = {"called": "local|replica|method", "tolerance": 1e-4}
     yield own("local updates", change=lambda e: local_updates(e, local), **names)
     yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
 
