@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jaxtrain.sharding.rules import (
     ruled_shardings,
     state_shardings,
 )
-from jaxtrain.sharding.specs import names_of
+from jaxtrain.sharding.specs import entries_of, names_of, tidy
 from jaxtrain.sharding.stack import of_model
 from jaxtrain.tree import PyTree, by_paths, combine, map_named, named_leaves, partition
 
@@ -173,6 +174,10 @@ def train_state_shardings(
         memory=follow(state.memory),
         method=follow(state.method),
     )
+    if lead := rules.mesh_axes("members", mesh):
+        apart = state_shardings(state.method, state.params, params, mesh)
+        method = map_named(partial(_along, lead), state.method, apart, shardings.method)
+        shardings = dataclasses.replace(shardings, method=method)
     ruled = ruled_shardings(rest, shardings, mesh, rules)
     if offload_optimizer:
         ruled = dataclasses.replace(
@@ -254,6 +259,20 @@ def local_bytes(tree: PyTree) -> int:
 def host_bytes(tree: PyTree) -> int:
     """Returns the bytes in the memory of the host that a pytree takes for one device."""
     return _bytes_of([leaf for leaf in jax.tree.leaves(tree) if is_on_host(leaf)])
+
+
+def _along(
+    axes: Sequence[str], name: str, leaf: Any, apart: NamedSharding, other: NamedSharding
+) -> NamedSharding:
+    """The sharding of a leaf of a method's state: of ``members``, each on its part of the axes."""
+    parts = math.prod(apart.mesh.shape[axis] for axis in axes)
+    if not name.startswith("members/") or leaf.shape[0] % parts:
+        return other
+    own = [
+        tidy(tuple(a for a in names_of(entry) if a not in axes))
+        for entry in entries_of(apart.spec, leaf.ndim)[1:]
+    ]
+    return NamedSharding(apart.mesh, P(tidy(tuple(axes)), *own))
 
 
 def _bytes_of(leaves: Sequence[Any]) -> int:

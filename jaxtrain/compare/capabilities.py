@@ -30,6 +30,7 @@ from jaxtrain.finetune.low_rank import LoRA, Strengths
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.loss import WeightedLoss
+from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
 from jaxtrain.models import decoder, encoder
@@ -397,6 +398,10 @@ def _changes() -> Iterator[Capability]:
     same = lambda e: e.with_(engine=rounded(None))  # noqa: E731  what is drawn goes by the layout
     yield own("rounded gradients, neutral", change=same, called="engine")
     yield own("a method", change=lambda e: e.with_(method=method), called="method")
+    local = Local(replicas=2, every=2, outer="nesterov", fragments=2)
+    # The outer momentum is of small differences of parameters.
+    names = {"called": "local|replica|method", "tolerance": 1e-4}
+    yield own("local updates", change=lambda e: local_updates(e, local), **names)
     yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
 
 

@@ -10,17 +10,18 @@ Shapes: P members.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.engines.plain import trainable
+from jaxtrain.methods.members import Together, at, each, over_parts, own_part
 from jaxtrain.methods.method import Method
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.stack import Stack
@@ -44,8 +45,9 @@ class Population:
     """Flags of numbers and their values, as in lora.rank=4,8 optimizer.learning_rate=1e-4,3e-4;
     log:1e-4:1e-1:7 is seven numbers, equal factors apart. Members have all combinations. The flag
     seed is that of additions and dropout alone."""
-    together: Literal["map", "vmap"] = "map"
-    """Whether a step computes members one after another, or all at once."""
+    together: Together = "map"
+    """Whether a device computes its members one after another, or all at once. A mesh axis data of
+    which their number is a multiple has some of them on each part."""
 
     def members(self, seed: int = 0) -> list[dict[str, float]]:
         """Returns the flags of each member.
@@ -109,8 +111,11 @@ def follow(make: Callable[..., optax.GradientTransformation]) -> Callable[[Stack
     return optimizer
 
 
-def populate(experiment: Any, members: Sequence[Member], *, together: str = "map") -> Any:
+def populate(experiment: Any, members: Sequence[Member], *, together: Together = "map") -> Any:
     """Returns an :class:`jaxtrain.Experiment` that trains all members at once.
+
+    Where the mesh axis ``data`` divides their number, each part has its own members, which see the
+    whole batch; nothing is sent between them but the losses. Otherwise it splits the batch.
 
     Args:
       experiment: that of one member, whose parameters have the largest shapes of all; members with
@@ -121,15 +126,23 @@ def populate(experiment: Any, members: Sequence[Member], *, together: str = "map
 
     Metrics are those of the member with the least loss, and ``members/NAME`` of all; an evaluation
     chooses by the experiment's ``best_metric``, and ``best/member`` is the number.
+
+    Raises:
+      ValueError: the experiment has a method already.
     """
-    each = jax.lax.map if together == "map" else (lambda one, xs: jax.vmap(one)(xs))
+    if experiment.method != Method():
+        raise ValueError(
+            "a population is given and the experiment has a method of its own, such as replicas of "
+            "local updates: leave one out"
+        )
+    run = functools.partial(each, split=False, together=together)
     given = named_leaves(experiment.task.params()) if experiment.task.params else {}
     metadata, cast = experiment.metadata, experiment.policy.cast_to_param
     prefix, sign = experiment.deciding_set or "", {"min": 1, "max": -1}[metadata.best_mode]
     P, derive, chosen = len(members), metadata.derived, metadata.best_metric.removeprefix(prefix)
 
     def start(state: TrainState) -> TrainState:
-        own = _own(state.params, frozen(state.opt_state))
+        own = own_part(state.params, frozen(state.opt_state))
 
         def begun(member: Member) -> tuple[PyTree, jax.Array]:
             init_rng, rng = jax.random.split(jax.random.key(member.seed))
@@ -153,29 +166,29 @@ def populate(experiment: Any, members: Sequence[Member], *, together: str = "map
         numbers = {name: jnp.float32([m.numbers[name] for m in members]) for name in names}
         rest = {"opt_state": (), "loss_scale": None, "memory": None}
         rest["method"] = {"members": own, "numbers": numbers}
-        first = combine(_at(own.params, 0), state.params)
+        first = combine(at(own.params, 0), state.params)
         return dataclasses.replace(state, params=first, **rest)
 
     def population(step: Callable) -> Callable:
         def all_members(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-            def one(member: Mapping[str, Any]) -> tuple[TrainState, Any]:
+            def one(member: Mapping[str, Any], batch: PyTree, shared: PyTree) -> Any:
                 before = member["members"]
-                whole = dataclasses.replace(before, params=combine(before.params, state.params))
+                whole = dataclasses.replace(before, params=combine(before.params, shared))
                 with numbers_of(member["numbers"]):
                     after, metrics = step(whole, batch)
                 mine = named_leaves(before.params)
                 params, _ = partition(lambda name, _: name in mine, after.params)
                 return dataclasses.replace(after, params=params), metrics
 
-            own, metrics = each(one, state.method)
+            own, metrics = run(one, state.method, batch, state.params)
             best = jnp.argmin(jnp.where(jnp.isfinite(metrics["loss"]), metrics["loss"], jnp.inf))
             scalars = {f"{ALL}{name}": x for name, x in metrics.items() if x.ndim == 1}
             # One that diverges leaves its own steps out, and no other's.
-            metrics = _at(metrics, best) | scalars | {"skipped": metrics["skipped"].min()}
+            metrics = at(metrics, best) | scalars | {"skipped": metrics["skipped"].min()}
             state = dataclasses.replace(
                 state,
                 step=state.step + 1,
-                params=combine(_at(own.params, 0), state.params),
+                params=combine(at(own.params, 0), state.params),
                 method=state.method | {"members": own},
                 skipped=state.skipped + metrics["skipped"],
             )
@@ -185,8 +198,10 @@ def populate(experiment: Any, members: Sequence[Member], *, together: str = "map
 
     def evaluation(step: Callable) -> Callable:
         def of_all(state: TrainState, batch: PyTree) -> Any:
-            whole = lambda own: dataclasses.replace(own, params=combine(own.params, state.params))  # noqa: E731
-            return each(lambda own: step(whole(own), batch), state.method["members"])
+            def one(own: TrainState, batch: PyTree, shared: PyTree) -> Any:
+                return step(dataclasses.replace(own, params=combine(own.params, shared)), batch)
+
+            return run(one, state.method["members"], batch, state.params)
 
         return of_all
 
@@ -204,7 +219,7 @@ def populate(experiment: Any, members: Sequence[Member], *, together: str = "map
 
     def shown(state: TrainState, means: Mapping[str, Any]) -> tuple[TrainState, Any, list[str]]:
         best = int(means.get(f"{prefix}{BEST}", 0))
-        params = jax.jit(lambda own, rest: combine(_at(own, best), rest))(
+        params = jax.jit(lambda own, rest: combine(at(own, best), rest))(
             state.method["members"].params, state.params
         )
         means = dict(means)
@@ -214,7 +229,9 @@ def populate(experiment: Any, members: Sequence[Member], *, together: str = "map
 
     method = Method(population, start=start, evaluation=evaluation, shown=shown)
     flops = experiment.task.flops_per_step
-    return experiment.with_(method=method, derived=told, flops_per_step=flops and P * flops)
+    rules = over_parts(experiment.task.rules)
+    own = {"derived": told, "flops_per_step": flops and P * flops, "rules": rules}
+    return experiment.with_(method=method, **own)
 
 
 @contextlib.contextmanager
@@ -226,16 +243,6 @@ def numbers_of(numbers: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _numbers.reset(token)
-
-
-def _own(params: PyTree, still: Any) -> PyTree:
-    """What a member has of parameters: those that train, and strengths of additions."""
-    trains = named_leaves(trainable(params, still)[0])
-    return partition(lambda name, _: name in trains or name.endswith("/factor"), params)[0]
-
-
-def _at(tree: PyTree, index: Any) -> PyTree:
-    return jax.tree.map(lambda x: x[index], tree)
 
 
 def _listed(words: str) -> list[float]:

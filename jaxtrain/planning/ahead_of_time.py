@@ -351,10 +351,10 @@ def summarize(
             Traffic(
                 kind=kind,
                 axes=axes,
-                executions=sum(c.executions for c in group),
+                executions=sum(c.executions * c.share for c in group),
                 smallest=min(c.payload for c in group),
                 largest=max(c.payload for c in group),
-                payload=sum(c.executions * c.payload for c in group),
+                payload=sum(c.executions * c.share * c.payload for c in group),
                 sent=bytes_sent,
                 seconds=seconds,
                 conditional=any(c.conditional for c in group),

@@ -16,6 +16,7 @@ counts for what it multiplies.
 import collections
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 
@@ -89,7 +90,7 @@ class _Timeline:
             if op == "while":
                 self._loop(instruction, times)
             elif op == "conditional":
-                self._longest(self.program.branches[instruction.name], times)
+                self._branch(self.program.branches[instruction.name], times)
             elif op == "async-update" and instruction.operands[0] in under_way:
                 under_way[instruction.name] = under_way.pop(instruction.operands[0])
             elif collective := self._collective(computation, instruction):
@@ -137,14 +138,24 @@ class _Timeline:
                 self.now += more
                 self.links = tuple(end + more for end in self.links)
 
-    def _longest(self, branches: tuple[str, ...], times: int) -> None:
-        """The branch that takes longest."""
+    def _branch(self, branches: Mapping[str, float | None], times: int) -> None:
+        """The mean of the branches, where the share of each is known, or the one that takes
+        longest."""
         begun, ends = (self.now, self.links, self.waits), []
-        for name in branches:
+        for name, share in branches.items():
             self.now, self.links, self.waits = begun[0], begun[1], begun[2].copy()
             self.run(self.program.computations[name], times)
-            ends.append((self.now, self.links, self.waits))
-        self.now, self.links, self.waits = max(ends, key=lambda end: end[0], default=begun)
+            ends.append((self.now, self.links, self.waits, share))
+        longest = max(ends, key=lambda end: end[0], default=(*begun, None))
+        self.now, self.links, self.waits, share = longest
+        if share is not None:
+            self.now = sum(now * share for now, _, _, share in ends)
+            links = zip(*(links for _, links, _, _ in ends), strict=True)
+            shares = [share for *_, share in ends]
+            self.links = tuple(sum(map(operator.mul, each, shares)) for each in links)
+            self.waits = collections.Counter()
+            for _, _, waits, share in ends:
+                self.waits.update({axes: share * waited for axes, waited in waits.items()})
 
     def _collective(self, computation: Computation, instruction: Instruction) -> Collective | None:
         """Returns the collective of an instruction, or of the fusion or computation it calls."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from jax.sharding import Mesh
 
+from jaxtrain.ops.attention import shares_of
 from jaxtrain.ops.grouped import trips_of
 from jaxtrain.planning.groups import group_axes, make_grid, parse_groups, parse_slices
 from jaxtrain.planning.hlo_text import (
@@ -42,11 +43,13 @@ class Collective:
       executions: how often one device executes it per call of the program.
       payload: bytes of the whole array per execution: what an all-gather ends with, what a
         reduce-scatter begins with, what is reduced, exchanged or sent.
-      conditional: inside a branch; counted as if that branch were always taken.
+      conditional: inside a branch that the program does not say the share of; counted as if that
+        branch were always taken.
       source: where in the traced program it comes from, as XLA noted it.
       shapes: dtype and shape of each array of the payload.
       islands: parts of the slow network (slices, or hosts) in which a group lies.
       name: of the instruction that sends it, or begins to.
+      share: of executions in which its branch is taken.
     """
 
     kind: str
@@ -59,11 +62,12 @@ class Collective:
     shapes: tuple[str, ...] = ()
     islands: int = 1
     name: str = ""
+    share: float = 1.0
 
     @property
     def sent(self) -> float:
-        """Bytes that one device sends per execution when the group is a ring."""
-        return self.payload * ring_share(self.kind, self.group)
+        """Bytes that one device sends per execution when the group is a ring, in the mean."""
+        return self.share * self.payload * ring_share(self.kind, self.group)
 
     @property
     def crossing(self) -> float:
@@ -78,14 +82,15 @@ class Program:
     Args:
       collectives: all of them, in program order.
       trips: trip counts by the loop's instruction; None where it is not known (and counted as 1).
-      branches: the computations of a conditional, by its instruction.
+      branches: the computations of a conditional, and the share of each where the program says it,
+        by its instruction.
       computations: its text, computation by computation.
       scheduled: whether instructions run in the order of the text.
     """
 
     collectives: tuple[Collective, ...] = ()
     trips: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
-    branches: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    branches: Mapping[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
     computations: Mapping[str, Computation] = dataclasses.field(default_factory=dict, repr=False)
     entry: str = ""
     scheduled: bool = False
@@ -122,7 +127,7 @@ class _Reader:
         self.mesh = mesh
         self.collectives: list[Collective] = []
         self.trips: dict[str, int | None] = {}
-        self.branches: dict[str, tuple[str, ...]] = {}
+        self.branches: dict[str, dict[str, float | None]] = {}
         self.started = {
             (kind, instruction.attribute("channel_id"))
             for computation in self.computations.values()
@@ -130,6 +135,7 @@ class _Reader:
             for instruction in computation.instructions.values()
             if (kind := _collective_kind(instruction))
         }
+        self.share = 1.0
         self._walk(self.computations[entry], 1, False)
 
     def _walk(self, computation: Computation, times: int, conditional: bool) -> None:
@@ -144,10 +150,12 @@ class _Reader:
                 for body in self._called(instruction, "body"):
                     self._walk(body, times * (1 if trips is None else trips), conditional)
             elif op == "conditional":
-                branches = self._branches(instruction)
-                self.branches[instruction.name] = tuple(branch.name for branch in branches)
-                for branch in branches:
-                    self._walk(branch, times, True)
+                branches, whole = self._branches(instruction), self.share
+                self.branches[instruction.name] = {b.name: share for b, share in branches}
+                for branch, share in branches:
+                    self.share = whole * (1.0 if share is None else share)
+                    self._walk(branch, times, conditional or share is None)
+                self.share = whole
             elif op == "fusion":
                 for called in self._called(instruction, "calls"):
                     self._fused(called, times, conditional, channels)
@@ -205,6 +213,7 @@ class _Reader:
                 *(kind, axes, group, times, payload, conditional, source, tuple(shapes)),
                 islands=islands,
                 name=instruction.name,
+                share=self.share,
             )
         )
 
@@ -212,11 +221,16 @@ class _Reader:
         names = [instruction.attribute(name) for name in attributes]
         return [self.computations[n] for n in names if n in self.computations]
 
-    def _branches(self, instruction: Instruction) -> list[Computation]:
+    def _branches(self, instruction: Instruction) -> list[tuple[Computation, float | None]]:
+        """The branches, (false, true) where there are two, and the share of each if it is known."""
         if found := re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes):
             names = re.findall(r"%?([\w.\-]+)", found[1])
-            return [self.computations[n] for n in names if n in self.computations]
-        return self._called(instruction, "true_computation", "false_computation")
+            branches = [self.computations[n] for n in names if n in self.computations]
+        else:
+            branches = self._called(instruction, "false_computation", "true_computation")
+        shares = shares_of(instruction.attributes) or []
+        known = len(shares) == len(branches)
+        return list(zip(branches, shares if known else [None] * len(branches), strict=True))
 
     # Trip counts: as XLA notes them, or of a loop whose condition is ``counter < constant``.
 

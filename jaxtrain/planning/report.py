@@ -64,18 +64,19 @@ class Traffic:
 
     Args:
       kind, axes: see :class:`jaxtrain.planning.hlo.Collective`.
-      executions: per step and device, over all of them.
+      executions: per step and device, over all of them; a fraction where a branch has them that is
+        not taken in every step.
       smallest, largest: bytes of one execution's whole array.
       payload: bytes of all executions' arrays.
       sent: bytes that one device sends per step.
       seconds: at the links' peak; None where it is not known.
-      conditional: whether any is in a branch, counted as if always taken.
+      conditional: whether any is in a branch of unknown share, counted as if always taken.
       crossing: of ``sent``, what crosses the slow network between slices, or hosts.
     """
 
     kind: str
     axes: tuple[str, ...]
-    executions: int
+    executions: float
     smallest: int
     largest: int
     payload: int
@@ -303,13 +304,18 @@ def _traffic(traffic: tuple[Traffic, ...]) -> Table | Text:
         cells = [
             row.kind,
             " + ".join(row.axes),
-            f"{'≤ ' if row.conditional else ''}{row.executions:,}",
+            f"{'≤ ' if row.conditional else ''}{_count(row.executions)}",
             sizes,
             human_bytes(row.sent),
             *([human_bytes(row.crossing)] if across else []),
         ]
         table.add_row(*cells, *([seconds_text(row.seconds)] if known else []))
     return table
+
+
+def _count(executions: float) -> str:
+    whole = float(executions).is_integer()
+    return f"{int(executions):,}" if whole else f"{executions:,.2f}"
 
 
 def _across(rows: list[Traffic], device_kind: str) -> str:

@@ -34,6 +34,7 @@ class _Placement:
     pins: int = 0  # calls of constrain and gather
     findings: dict[Kind, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     final: bool = True  # False where the trace stands for meshes of other sizes too
+    apart: tuple[str, ...] = ()  # axes along which the devices do not share one batch
     slow: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see slow_parts
 
 
@@ -389,9 +390,17 @@ def row_numbers(count: int) -> jax.Array:
 
 def manual_batch_axes() -> tuple[str, ...]:
     """The axes that split the batch and that surrounding ``shard_map`` code has taken over."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh, apart = jax.sharding.get_abstract_mesh(), _PLACEMENT.value.apart
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(a for a in BATCH_AXES if kinds.get(a) == AxisType.Manual)
+    return tuple(a for a in BATCH_AXES if kinds.get(a) == AxisType.Manual and a not in apart)
+
+
+@contextlib.contextmanager
+def apart_along(*axes: str) -> Iterator[None]:
+    """Makes the code traced within, inside ``shard_map`` over these axes, one training of several:
+    the devices along them have batches of their own, in which rows are counted from 0."""
+    with _PLACEMENT(dataclasses.replace(_PLACEMENT.value, apart=axes)):
+        yield
 
 
 def constrain_tree(shardings: PyTree | None) -> Callable[[PyTree], PyTree]:

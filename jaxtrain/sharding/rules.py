@@ -43,6 +43,7 @@ LOGICAL_AXES: Mapping[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "experts": "expert",
+    "members": None,  # of a method with several trainings in its state
 }
 
 # A leaf of at least this many elements must not end up whole on every device by accident.
@@ -371,7 +372,7 @@ def _nearest_divisors(number: int, near: int) -> str:
 
 def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...], spec: P) -> P:
     """The owner's spec for a leaf that has some of the owner's dimensions, in order, or all behind
-    leading ones of its own, which stay whole.
+    leading ones of its own, which stay whole, as the first does where the leaf is of some layers.
 
     Where sizes alone do not say which (a square kernel), Adafactor's factors are told by their name
     (``words``), and any other leaf is split along what all possibilities have in common.
@@ -379,6 +380,8 @@ def _inherit(words: Sequence[str], shape: tuple[int, ...], owner: tuple[int, ...
     own = len(shape) - len(owner)
     if own > 0 and spec and shape[own:] == owner:
         return P(*[None] * own, *spec)
+    if spec and own == 0 and len(shape) > 1 and shape[0] < owner[0] and shape[1:] == owner[1:]:
+        return P(None, *spec[1:])
     if not spec or own > 0:
         return P()
     kept = [

@@ -20,6 +20,7 @@ from jaxtrain.run.main import main, parse
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.tree import named_leaves
 from tests import problems
+from tests.methods.test_local_updates import sent
 
 FAST = {"xla_backend_optimization_level": 0}
 SHAPE = {"vocab_size": 67, "seq_len": 8, "layers": 2, "width": 16, "heads": 2}
@@ -128,6 +129,35 @@ def test_all_at_once_they_are_too(number):
 def test_on_meshes_and_pipelines_they_are_too(axes):
     for number in range(P):
         check(populated("map", axes), number)
+
+
+@pytest.mark.slow
+def test_whole_models_are_spread_over_data_and_nothing_is_sent_but_metrics():
+    def made(count):
+        own = {"init_fn": functools.partial(decoder.init, MODEL), "stages": decoder.stages(MODEL)}
+        own |= {"loss_fn": None, "batch": BATCH, "train_batches": None, "steps": STEPS}
+        own |= {"rules": Rules(decoder.RULES), "optimizer": follow(optimizer)}
+        one = jt.Experiment.of(name="tiny", gathers_layers=True, **own)
+        rates = (0.001, 0.003, 0.01, 0.03)
+        members = [Member(own["init_fn"], i, {"learning_rate": x}) for i, x in enumerate(rates)]
+        whole = populate(one, members).with_(**problems.with_layout({"mesh": {"data": count}}))
+        mesh = build.make_experiment_mesh(whole, jax.devices()[:count])
+        state = build.make_state(whole, mesh)
+        train = build.compile_train(whole, state, mesh)
+        for _ in range(STEPS):
+            state, metrics = train(state, BATCH)
+        return state, metrics, train.compiled.as_text()
+
+    (alone, told, _), (spread, metrics, text) = made(1), made(2)
+    members, wanted = (named_leaves(each.method["members"]) for each in (spread, alone))
+    for name, x in members.items():
+        assert x.sharding.spec[0] == "data", name
+        if "rng" not in name:
+            assert np.array_equal(x, wanted[name]), name
+    assert np.array_equal(metrics["members/loss"], told["members/loss"])
+    # The first member's parameters, those of the state, come from where it is.
+    size = sum(4 * x.size for x in jax.tree.leaves(spread.params))
+    assert sent(text)[False] < 2 * size
 
 
 def test_a_member_that_diverges_is_alone_in_it():

@@ -1,0 +1,254 @@
+"""Replicas that train by themselves are their definition, on any mesh, and send nothing between
+meetings."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain import build
+from jaxtrain.methods.local_updates import RATES, Local, local_updates
+from jaxtrain.methods.method import Method
+from jaxtrain.models import decoder
+from jaxtrain.sharding.rules import Rules
+from jaxtrain.tree import named_leaves
+from tests import problems
+
+FAST = {"xla_backend_optimization_level": 0}
+MODEL = decoder.DecoderConfig(
+    vocab_size=67, seq_len=8, layers=2, width=16, heads=2, dropout=0.1, bias=False
+)
+STEPS = 5
+
+
+def batch(number):
+    rng = np.random.default_rng(number)
+    rows = {name: rng.integers(0, 67, (16, 8)).astype(np.int32) for name in ("tokens", "targets")}
+    return rows | {"mask": (np.arange(8) < rng.integers(1, 9, (16, 1))).astype(np.float32)}
+
+
+def experiment(rule="adamw", rate=0.01, model=MODEL, **layout):
+    own = {"init_fn": functools.partial(decoder.init, model), "stages": decoder.stages(model)}
+    own |= {"loss_fn": None, "batch": batch(0), "train_batches": None, "gathers_layers": True}
+    own["optimizer"] = lambda stack: jt.make_optimizer(
+        rule, rate, clip_norm=1e3, eps=1e-3 if rule == "adamw" else None, stacked=stack.axes
+    )
+    own["rules"] = Rules(decoder.RULES)
+    made = jt.Experiment.of(name="tiny", steps=STEPS, **own)
+    return made.with_(**problems.with_layout(layout))
+
+
+def trained(made, count=1, batches=batch, compiler_options=None):
+    mesh = build.make_experiment_mesh(made, jax.devices()[:count])
+    state = build.make_state(made, mesh)
+    train = build.compile_train(made, state, mesh, compiler_options=compiler_options)
+    for step in range(made.steps):
+        state, metrics = train(state, batches(step))
+    return jax.device_get(state), jax.device_get(metrics), train
+
+
+@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_single_replica_has_the_bits_of_the_plain_step(every):
+    state, told, _ = trained(experiment())
+    found, metrics, _ = trained(local_updates(experiment(), Local(replicas=1, every=every)))
+    assert found.method["members"].rng.shape == (1,)
+    for part in ("params", "opt_state"):
+        ours = named_leaves(jax.tree.map(lambda x: x[0], getattr(found.method["members"], part)))
+        for name, x in named_leaves(getattr(state, part)).items():
+            assert np.array_equal(x, ours[name]), name
+    for name, x in named_leaves(state.params).items():
+        assert np.array_equal(x, named_leaves(found.params)[name]), name
+    assert metrics == told
+
+
+def test_every_step_they_are_data_parallel_by_the_weight_of_their_rows():
+    model = dataclasses.replace(MODEL, dropout=0.0)
+    state, told, _ = trained(experiment("sgd", 0.3, model), compiler_options=FAST)
+    local = Local(replicas=8, every=1)
+    made = local_updates(experiment("sgd", 0.3, model, mesh={"data": 8}), local)
+    found, metrics, _ = trained(made, 8, compiler_options=FAST)
+    for name, x in named_leaves(state.params).items():
+        mine = named_leaves(found.params)[name]
+        np.testing.assert_allclose(mine, x, rtol=0, atol=2e-6 * abs(x).max(), err_msg=name)
+    np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-6)
+    assert metrics["weight"] == told["weight"]
+
+
+def linear(steps=8, **local):
+    """Least squares of weighted rows, and an experiment of it."""
+
+    def loss_fn(params, batch, rng):
+        error = ((batch["x"] @ params["a"] + params["b"] - batch["y"]) ** 2).sum(-1)
+        return jt.WeightedLoss(total=(batch["mask"] * error).sum(), weight=batch["mask"].sum())
+
+    def rows(number):
+        rng = np.random.default_rng(100 + number)
+        x = rng.normal(size=(8, 3))
+        made = {"x": x, "y": x @ np.ones((3, 2)) + rng.normal(size=(8, 2))}
+        made["mask"] = rng.integers(1, 5, 8)
+        return {name: value.astype(np.float32) for name, value in made.items()}
+
+    start = {"a": np.ones((3, 2), np.float32) / 2, "b": np.zeros(2, np.float32)}
+    made = jt.Experiment.of(
+        name="linear",
+        init_fn=lambda rng: jax.tree.map(jax.numpy.asarray, start),
+        loss_fn=jt.row_wise(loss_fn),
+        batch=rows(0),
+        train_batches=None,
+        optimizer=jt.make_optimizer("momentum", 0.05, momentum=0.5),
+        steps=steps,
+    )
+    return start, rows, local_updates(made, Local(**local))
+
+
+def defined(start, rows, steps, rate, local):
+    """Local updates in NumPy and float64, written down anew."""
+    R, names, F = local.replicas, ("a", "b"), local.fragments
+    anchor = {n: start[n].astype(float) for n in names}
+    own = [{n: anchor[n].copy() for n in names} for _ in range(R)]
+    inner = [{n: 0.0 * anchor[n] for n in names} for _ in range(R)]
+    outer = {n: [0.0 * anchor[n], 0.0 * anchor[n], 0] for n in names}
+    seen = np.zeros((R, F))
+    eta = RATES[local.outer] if local.rate is None else local.rate
+    for step in range(1, steps + 1):
+        batch = {n: x.astype(float).reshape(R, -1, *x.shape[1:]) for n, x in rows(step - 1).items()}
+        for r in range(R):
+            x, y, mask = (batch[n][r] for n in ("x", "y", "mask"))
+            error = 2 * mask[:, None] * (x @ own[r]["a"] + own[r]["b"] - y) / mask.sum()
+            grads = {"a": x.T @ error, "b": error.sum(0)}
+            for n in names:
+                g = grads[n] + local.proximal * (own[r][n] - anchor[n])
+                inner[r][n] = g + 0.5 * inner[r][n]
+                own[r][n] = own[r][n] - rate * inner[r][n]
+            seen[r] += mask.sum()
+        # The matrix is the larger one and in the first fragment, the vector in the last.
+        for fragment, group in enumerate([names] if F == 1 else [("a",), ("b",)]):
+            due = (step + fragment * local.every // F) % local.every == 0
+            if not (due or step <= local.after or step == steps):
+                continue
+            share = seen[:, fragment] / seen[:, fragment].sum()
+            for n in group:
+                mean = sum(s * each[n] for s, each in zip(share, own, strict=True))
+                moved, (m, v, t) = anchor[n] - mean, outer[n]
+                if local.outer == "average":
+                    new = mean
+                elif local.outer == "nesterov":
+                    m = moved + local.momentum * m
+                    new = anchor[n] - eta * (moved + local.momentum * m)
+                else:
+                    t, m = t + 1, 0.9 * m + 0.1 * moved
+                    v = 0.99 * v + 0.01 * moved**2
+                    new = anchor[n] - eta * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.99**t)) + 1e-3)
+                anchor[n], outer[n] = new, [m, v, t]
+                for each in own:
+                    each[n] = new.copy()
+            seen[:, fragment] = 0
+    return anchor
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        Local(replicas=4, every=3, outer="nesterov", fragments=2, proximal=0.3, after=1),
+        pytest.param(Local(replicas=2, every=3), marks=pytest.mark.slow),
+        pytest.param(Local(replicas=4, every=2, outer="adam", rate=0.1), marks=pytest.mark.slow),
+        pytest.param(Local(replicas=8, every=5, proximal=1.0), marks=pytest.mark.slow),
+    ],
+)
+def test_they_are_their_definition(local):
+    start, rows, made = linear(**vars(local))
+    wanted = defined(start, rows, 8, 0.05, local)
+    for count in (1, 2):
+        laid = made.with_(**problems.with_layout({"mesh": {"data": count}}))
+        state, _, _ = trained(laid, count, rows, FAST)
+        for name, x in wanted.items():
+            np.testing.assert_allclose(state.params[name], x, rtol=2e-5, err_msg=name)
+
+
+def sent(text, groups=r"\S+"):
+    """Bytes of the results of collectives of a program: within branches, and outside."""
+    found, branches = {True: 0, False: 0}, set()
+    for line in text.splitlines():
+        if " conditional(" in line:
+            branches |= set(re.findall(r"%([\w.-]+)[,}]", line.partition("branch_computations")[2]))
+            branches |= set(re.findall(r"(?:true|false)_computation=%([\w.-]+)", line))
+    inside = ""
+    for line in text.splitlines():
+        if line and not line.startswith(" "):
+            inside = line.split()[0].lstrip("%")
+        kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+        if match := re.search(rf" = (.*?) (?:{kinds})(?:-start)?\(", line):
+            shapes = re.findall(r"[fsu]32\[([\d,]*)\]", match[1])
+            size = sum(4 * int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes)
+            found[inside in branches] += size
+    return found
+
+
+def test_nothing_is_sent_between_meetings_and_then_the_parameters_once():
+    made = local_updates(
+        experiment(mesh={"data": 4}), Local(replicas=4, every=8, outer="nesterov", fragments=2)
+    )
+    mesh = build.make_experiment_mesh(made, jax.devices()[:4])
+    state = build.make_abstract_state(made, mesh)
+    text = build.compile_train(made, state, mesh).compiled.as_text()
+    size = sum(4 * x.size for x in jax.tree.leaves(state.params))
+    found = sent(text)
+    assert size <= found[True] <= 1.02 * size + 64
+    assert found[False] < 256  # of metrics and weights
+    plain = experiment(mesh={"data": 4})
+    text = build.compile_train(plain, build.make_abstract_state(plain, mesh), mesh)
+    assert sent(text.compiled.as_text())[False] > size / 2  # a layer of the loop is counted once
+    for name, x in named_leaves(state.method["members"]).items():  # each its own
+        assert x.sharding.spec[0] == "data", name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "axes", [{"data": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}]
+)
+def test_the_mesh_changes_nothing(axes):
+    local = Local(replicas=4, every=2, outer="nesterov", fragments=2)
+    wanted, told, _ = trained(local_updates(experiment("sgd", 0.3), local), compiler_options=FAST)
+    count = int(np.prod(list(axes.values())))
+    laid = local_updates(experiment("sgd", 0.3, mesh=axes), local)
+    found, metrics, _ = trained(laid, count, compiler_options=FAST)
+    for part in ("params", "method"):
+        for name, x in named_leaves(getattr(wanted, part)).items():
+            if "rng" in name:
+                continue
+            mine, atol = named_leaves(getattr(found, part))[name], 1e-5 * abs(x).max()
+            atol += 3e-7  # a displacement has the rounding of parameters
+            np.testing.assert_allclose(mine, x, rtol=0, atol=atol, err_msg=name)
+    np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "layout", "why"),
+    [
+        ({"replicas": 3}, {}, "a batch has 16 rows"),
+        ({"replicas": 4}, {"zero": 1}, "`zero` is 1"),
+        ({"replicas": 4, "rate": 0.1}, {}, "average, which has no rate"),
+        ({"replicas": 4, "every": 2, "fragments": 3}, {}, "`local.fragments` is 3"),
+        ({"replicas": 0}, {}, "replicas"),
+    ],
+)
+def test_what_cannot_be_is_said(given, layout, why):
+    with pytest.raises(ValueError, match=why):
+        local_updates(experiment(**layout), Local(**given))
+
+
+def test_what_the_mesh_and_the_experiment_cannot_is_said():
+    made = local_updates(experiment(mesh={"data": 8}), Local(replicas=4))
+    mesh = build.make_experiment_mesh(made, jax.devices()[:8])
+    with pytest.raises(ValueError, match="mesh axis 'data' has size 8"):
+        build.compile_train(made, build.make_abstract_state(made, mesh), mesh)
+    average = experiment().with_(optimizer=jt.make_optimizer("adamw", 0.1, ema=0.9))
+    made = local_updates(average, Local(replicas=4))
+    with pytest.raises(ValueError, match="keeps averages"):
+        build.make_abstract_state(made, build.make_experiment_mesh(made, jax.devices()[:1]))
+    with pytest.raises(ValueError, match="a method of its own"):
+        local_updates(experiment().with_(method=Method(lambda step: step)), Local(replicas=4))
