@@ -101,14 +101,9 @@ class Sweep:
 
 
 def vertex(rates_R: np.ndarray, losses_R: np.ndarray) -> float:
-    """Returns where the parabola, in the logarithm of the rate, through the lowest loss and its two
-    neighbours is lowest; NaN where the lowest is an end, or a neighbour is not finite.
-
-    >>> rates = np.array([0.1, 0.2, 0.4])
-    >>> round(vertex(rates, np.square(np.log(rates / 0.25))), 6)
-    0.25
-    """
-    i = int(np.nanargmin(np.where(np.isfinite(losses_R), losses_R, np.inf)))
+    """Returns the rate at which the parabola, in the logarithm of the rate, through the lowest loss
+    and its two neighbours is lowest; NaN where one of them is missing or not finite."""
+    i = int(np.argmin(losses_R))
     near = slice(i - 1, i + 2)
     if not 0 < i < len(rates_R) - 1 or not np.isfinite(losses_R[near]).all():
         return math.nan
@@ -174,8 +169,8 @@ def tell(sweeps: Sequence[Sweep]) -> None:
     print(("{:>12}" * len(names)).format(*names))
     for each in sweeps:
         columns = (each.losses_BR.min(1), each.best_B, *map(each.ruled, POWERS))
-        for rows, loss, *rates in zip(each.rows_B, *columns, strict=True):
-            print(f"{each.rule:>12}{rows:12.0f}{loss:12.4f}" + "".join(f"{x:12.3g}" for x in rates))
+        for row in zip(each.rows_B, *columns, strict=True):
+            print(f"{each.rule:>12}" + "".join(f"{x:12.4g}" for x in row))
     for each in sweeps:
         power, error = each.power
         print(f"The best rate of {each.rule} grows as the batch ^ {power:.2f} (± {error:.2f}).")
@@ -189,7 +184,7 @@ def draw(sweeps: Sequence[Sweep], path: str) -> None:
         for power, (name, color) in POWERS.items():
             above.loglog(each.rows_B, each.ruled(power), "--", color=color, label=name)
         above.loglog(each.rows_B, each.best_B, "o-", color="black", label="best")
-        above.set_xticks(each.rows_B, [f"{rows:.0f}" for rows in each.rows_B], minor=False)
+        above.set_xticks(each.rows_B, [f"{rows:.0f}" for rows in each.rows_B])
         above.minorticks_off()
         above.legend(frameon=False, fontsize=8)
         title = f"{each.rule}: rate as batch ^ {each.power[0]:.2f}"
@@ -198,8 +193,7 @@ def draw(sweeps: Sequence[Sweep], path: str) -> None:
             part = i / max(1, len(each.rows_B) - 1)
             shade = (0.95 - 0.85 * part, 0.6 - 0.4 * part, 0.1 + 0.6 * part)
             below.semilogx(each.rates_R, losses_R, ".-", color=shade, label=f"{rows:.0f} rows")
-        low = each.losses_BR.min()
-        below.set_ylim(low - 0.05, low + 1.0)
+        below.set_ylim(each.losses_BR.min() - 0.05, each.losses_BR.min() + 1)
         below.legend(frameon=False, fontsize=8)
         finish_axes(below, "held-out loss", x="learning rate", y="nats per token")
     save_figure(figure, path)
