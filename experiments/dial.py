@@ -17,19 +17,12 @@ FIELDS["learning_rate"] = "optimizer.learning_rate"
 
 
 def fill(config: Any, typed: Collection[str] | None = None) -> Any:
-    """Returns a config whose fields follow from its depth or budget; one that has neither, or whose
-    fields have been filled, is returned as it is.
-
-    Args:
-      config: of an experiment that trains decoders.
-      typed: names of fields that are decided; left out, those that are not at their defaults.
-
-    Raises:
-      ValueError: another flag contradicts the depth, or says what the model is.
-    """
+    """Returns a config whose fields follow from its depth or budget, where it has one and they have
+    not been filled. ``typed`` are the names of fields that are decided; left out, those that differ
+    from their defaults. Raises ValueError where another flag says what the model is."""
     if config.depth is None and config.budget is None:
         return config
-    name = "depth" if config.depth is not None else "budget"
+    name = "budget" if config.depth is None else "depth"
     told = f"`{name}` is {getattr(config, name)}"
     for flag in ("init_from", "model"):
         if (value := getattr(config, flag)) != getattr(type(config), flag):
@@ -59,7 +52,7 @@ def fill(config: Any, typed: Collection[str] | None = None) -> Any:
 
 def settings(config: Any, given: Any) -> dict[str, Setting]:
     """Returns what follows from a config's depth or budget, and from what is given."""
-    # Of a mesh that a candidate's heads do not divide over, nothing is to be said yet.
+    # A mesh is not to refuse the heads of a depth that is only tried.
     bare = dataclasses.replace(config, layout=Layout())
     size = language.vocab_size(config)
     rule = config.optimizer.name
@@ -73,8 +66,8 @@ def settings(config: Any, given: Any) -> dict[str, Setting]:
 
 
 def facts(config: Any) -> dict[str, str]:
-    """Returns the header's fact about every setting, the rule that gave it, or that none did: what
-    is as the rules of today say is taken to come from them."""
+    """Returns the header's fact: each setting with its rule, and "given" where its value is not
+    what the rule says today."""
     if config.depth is None and config.budget is None:
         return {}
     given: dict[str, Any] = {}

@@ -44,18 +44,15 @@ POWERS = {1.0: ("linear", "C3"), 0.5: ("square root", "C2")}
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Finds the best learning rate of each batch, and tells it against the linear and the
-    square-root rule.
+    """Finds the best learning rate of each batch, next to the linear and the square-root rule.
 
-    All other flags go to experiments.gpt. The same command goes on with a study that was
-    interrupted.
+    All other flags go to experiments.gpt. The same command resumes an interrupted study.
     """
 
     study_dir: str
     """Folder of the study, which is made: its runs and what they print."""
     rules: tuple[str, ...] = tuple(RATES)
-    """Update rules, each with a range of rates as RULE=LOW:HIGH:COUNT, or without for those of
-    sgd, adamw and muon."""
+    """Update rules, as RULE=LOW:HIGH:COUNT with a range of rates; sgd, adamw and muon have one."""
     rows: tuple[int, ...] = (4, 8, 16, 32, 64)
     """Rows of a batch."""
     tokens: int = 2**17
@@ -189,10 +186,8 @@ def draw(sweeps: Sequence[Sweep], path: str) -> None:
         above.legend(frameon=False, fontsize=8)
         title = f"{each.rule}: rate as batch ^ {each.power[0]:.2f}"
         finish_axes(above, title, x="rows of a batch", y="best learning rate")
-        for i, (rows, losses_R) in enumerate(zip(each.rows_B, each.losses_BR, strict=True)):
-            part = i / max(1, len(each.rows_B) - 1)
-            shade = (0.95 - 0.85 * part, 0.6 - 0.4 * part, 0.1 + 0.6 * part)
-            below.semilogx(each.rates_R, losses_R, ".-", color=shade, label=f"{rows:.0f} rows")
+        for rows, losses_R in zip(each.rows_B, each.losses_BR, strict=True):
+            below.semilogx(each.rates_R, losses_R, ".-", label=f"{rows:.0f} rows")
         below.set_ylim(each.losses_BR.min() - 0.05, each.losses_BR.min() + 1)
         below.legend(frameon=False, fontsize=8)
         finish_axes(below, "held-out loss", x="learning rate", y="nats per token")
