@@ -13,14 +13,14 @@ CPU cores that takes under 6 minutes and ends at or below 2.15 bits per held-out
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 import jaxtrain as jt
-from experiments import language, measures
+from experiments import dial, language, measures
 from experiments.measures import Measures
 from experiments.members import of_members
 from jaxtrain import data
@@ -49,6 +49,12 @@ class Config(language.Config):
     default_tokenizer = "bytes"
 
     model: Literal[tuple(decoder.PRESETS)] = "tiny"  # type: ignore[valid-type]
+    depth: int | None = None
+    """Layers, from which width, heads, batch, steps and learning rate follow by fitted rules; a
+    flag of those that is typed is kept, and the others follow from it."""
+    budget: float | None = None
+    """FLOPs of the training, from which depth and all else follows; with --depth only the length
+    of the training."""
     parametrization: Literal["standard", "mup"] = "standard"
     """Width that the learning rate and the initial weights are for: this model's, or by muP that of
     the preset, from which those of another --width follow, so that the best rate stays."""
@@ -96,9 +102,14 @@ class Config(language.Config):
         path = self.distill.teacher
         return None if path is None else language.open_source(path, self.form)
 
+    def filled(self, typed: Collection[str]) -> "Config":
+        """Returns the config with what follows from its depth or budget."""
+        return dial.fill(self, typed)
+
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
+    config = dial.fill(config)
     check_least(config, held_out_bytes=0, sample_tokens=0, measured_rows=1)
     measures.check(config.measures)
     options = language.tokenizer_options(config)
@@ -167,7 +178,7 @@ def build(config: Config) -> jt.Experiment:
 
 def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
     """Builds the experiment without its text; ``vocab_size``, left out, is what the flags say."""
-    return of_members(config, functools.partial(_outline, vocab_size=vocab_size))
+    return of_members(dial.fill(config), functools.partial(_outline, vocab_size=vocab_size))
 
 
 def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
@@ -480,4 +491,5 @@ def facts(
         "text": f"{language.text_name(config)}: {train / 1e6:.1f} MB to train on, "
         f"{held_out / 1e6:.2f} MB held out",
         **mixture,
+        **dial.facts(config),
     }

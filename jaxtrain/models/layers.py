@@ -80,7 +80,8 @@ def apply(module: type[nnx.Module], config: Any, *params: Mapping[str, Any]) -> 
 @functools.cache
 def parameter_sizes(init: Callable[[Any, jax.Array], Any], config: Any) -> Mapping[str, int]:
     """Counts the values of each parameter of a model by its path; nothing is computed."""
-    shapes = jax.eval_shape(functools.partial(init, config), jax.random.key(0))
+    # A key that is traced, for flags are read before JAX may be asked for devices.
+    shapes = jax.eval_shape(lambda: init(config, jax.random.key(0)))
     return {name: leaf.size for name, leaf in named_leaves(shapes).items()}
 
 

@@ -15,7 +15,7 @@ import math
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal, Self
 
@@ -96,7 +96,7 @@ class Config:
             for kind in (options.RunOptions, options.ProcessOptions, Layout)
             for f in dataclasses.fields(kind)
         }
-        taken = flat | {"experiment", "batches_of", "of_rows"}
+        taken = flat | {"experiment", "batches_of", "of_rows", "filled"}
         for name in vars(cls).get("__annotations__", {}):
             if name in taken:
                 raise ValueError(
@@ -199,6 +199,13 @@ class Config:
                 f"experiment {name!r} has an optimizer of its own, which {flags} cannot change: "
                 "leave that out"
             )
+
+    def filled(self, typed: Collection[str]) -> Self:
+        """Returns the config with the flags that follow from others. ``typed`` are the names of
+        those on the command line, such as ``optimizer.name``, which keep their values; JAX has no
+        devices yet. A config whose flags are all its own is left as it is."""
+        del typed
+        return self
 
     def of_rows(self, rows: data.RowSource) -> Self:
         """Returns the config with ``steps`` counted from its ``epochs``, where it has any. Call it
@@ -337,7 +344,9 @@ def _read_flags(
         default = dataclasses.replace(default, steps=config_type.steps)
     defaults = {} if default is None else {"default": default}
     refuse_aliases(config_type, arguments)
-    return tyro.cli(config_type, args=arguments, prog=program, **defaults)
+    config = tyro.cli(config_type, args=arguments, prog=program, **defaults)
+    typed = {word.removeprefix("--").replace("-", "_") for word in typed}
+    return config.filled(typed) if hasattr(config, "filled") else config
 
 
 def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> Any:
