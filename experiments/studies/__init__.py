@@ -1,0 +1,1 @@
+"""Sweeps over one design choice each: ``python -m experiments.studies`` lists them."""
