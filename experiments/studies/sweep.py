@@ -279,6 +279,6 @@ def _text(values: Sequence[float], field: str) -> str:
     if field.endswith("_bytes"):
         return human_bytes(round(middle))
     if field in (APART, "cpu_ratio"):
-        return f"{middle:.2g}"
+        return f"{middle:.0e}" if field == APART else f"{middle:.2f}"
     spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.4f}{spread}"

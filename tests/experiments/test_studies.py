@@ -93,7 +93,7 @@ def test_settings_in_turn_are_measured_as_compare_does(tmp_path, capsys):
     np.testing.assert_allclose(*(x["held-out loss"] for x in found.values()), rtol=1e-5)
     assert len(set(found["one"]["held-out loss"])) == 2
     assert len({x["memory"][0] for x in found.values()}) == 2
-    assert f"{np.median(found['two']['apart']):.2g}" in out
+    assert f"{np.median(found['two']['apart']):.0e}" in out
 
 
 @pytest.mark.parametrize(
