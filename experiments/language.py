@@ -320,7 +320,8 @@ def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
     if {"width", "heads"} & given.keys():
         # These follow from the width unless the preset's are kept by keeping its width.
         follow = {"kv_heads", "mlp_width", "head_dim", "rope_dim", "v_dim"}
-        given |= dict.fromkeys(follow & {field.name for field in dataclasses.fields(kind)})
+        follow &= {field.name for field in dataclasses.fields(kind)} - given.keys()
+        given |= dict.fromkeys(follow)
     if config.layout.attention is not None:
         given["attention"] = "auto"  # which leaves it to the layout
     model = dataclasses.replace(preset, **given | own)
@@ -335,11 +336,12 @@ def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
 
 def _check_source(config: Config, vocab_size: int) -> None:
     """Refuses flags that do not fit what the run begins with."""
-    for name in ("model", "layers", "width", "heads"):
-        if (value := getattr(config, name)) != getattr(type(config), name):
+    for name in ("model", "layers", "width", "heads", "kv_heads"):
+        default = getattr(type(config), name, None)
+        if (value := getattr(config, name, default)) != default:
             raise ValueError(
-                f"--{name} {value} is not for --init-from, whose folder says what the model is: "
-                "leave one of them out"
+                f"--{name.replace('_', '-')} {value} is not for --init-from, whose folder says "
+                "what the model is: leave one of them out"
             )
     model = config.source.model
     own, asked = getattr(model, "experts", None), getattr(config, "experts", None)

@@ -34,6 +34,7 @@ ABSENT = {
     r"^jaxtrain launch": "a GPU for each of 8 processes; tests/run/test_launch.py starts two",
     r"^jaxtrain watch (?!.*--terminal)": "a browser: it serves until it is interrupted",
     r"^jaxtrain study": "the file of a space; tests/study/test_command.py has one",
+    r"-m experiments\.studies": "minutes; tests/experiments/test_studies.py has each, made small",
     r"^jaxtrain runs": "runs/ of so many; tests/study/test_runs.py has some",
     r"^jaxtrain coordinates": "its verdict needs widths; tests/models/test_mup.py has two",
     r"^jaxtrain serve": "it serves until it is interrupted; tests/serve/test_command.py starts it",

@@ -58,6 +58,9 @@ class Config(language.Config):
     parametrization: Literal["standard", "mup"] = "standard"
     """Width that the learning rate and the initial weights are for: this model's, or by muP that of
     the preset, from which those of another --width follow, so that the best rate stays."""
+    kv_heads: int | None = None
+    """Heads that have keys and values of their own, which as many query heads each share; left out,
+    the preset's, or with --width or --heads as many as those."""
     experts: int | None = None
     """Experts in the place of each layer's MLP, of its width, of which a token goes through two.
     With --init-from of a model that has none, each begins as its MLP."""
@@ -212,7 +215,7 @@ def of_width(config: Config, model: decoder.DecoderConfig) -> dict[str, Any]:
             "--parametrization is mup and --init-from is given: muP says how weights are drawn, "
             "and those are trained already; leave one of them out"
         )
-    sizes = {"width": None, "heads": None, "layout": Layout()}
+    sizes = {"width": None, "heads": None, "kv_heads": None, "layout": Layout()}
     base = model_config(dataclasses.replace(config, **sizes), model.vocab_size)
     scale = config.optimizer.muon_scale or "rms"
     found = mup.factors(model, base, rule=config.optimizer.name, muon_scale=scale)

@@ -142,6 +142,7 @@ def pooled(results: Sequence[Result], seeds: int) -> list[Result]:
                 name=first.name if seeds == 1 else first.name.rpartition(" ")[0],
                 step_seconds=tuple(t for r in each for t in r.step_seconds),
                 ratio=statistics.median(r.ratio for r in each),
+                cpu_ratio=statistics.median(r.cpu_ratio for r in each),
                 loss=means([r.loss for r in each]),
                 held_out=means([r.held_out for r in each]),
                 rounding={n: tuple(map(statistics.fmean, x)) for n, x in layers.items()},
@@ -182,6 +183,7 @@ def print_table(
         "step ms": lambda r: f"{r.milliseconds[1]:.4g}",
         "quartiles": lambda r: f"{r.milliseconds[0]:.4g} to {r.milliseconds[2]:.4g}",
         "ratio": lambda r: f"{r.ratio:.3f}",
+        "of CPU time": lambda r: f"{r.cpu_ratio:.3f}",
         f"{item}/s": lambda r: r.items_per_second and human_count(r.items_per_second),
         "MFU": lambda r: None if r.mfu is None else f"{r.mfu:.1%}",
         "compiled": lambda r: human_bytes(r.compiled_bytes),
@@ -206,7 +208,7 @@ def print_table(
     lines = [
         "",
         f"{options.rounds} rounds of {last} steps each, in turn, after one that is not timed.",
-        "Times are medians over rounds; the ratio is to the first variant within a round.",
+        "Times are medians over rounds; ratios are to the first variant within a round.",
         f"Memory is of one device. The loss is the mean of the last {last} of {steps} steps"
         f"{held_out}{'' if options.seeds == 1 else f', of {options.seeds} seeds'}.",
     ]

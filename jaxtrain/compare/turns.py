@@ -51,9 +51,11 @@ class Result:
     Args:
       step_seconds: mean of each timed round's steps.
       ratio: the median over rounds of the ratio to the first variant's ``step_seconds``.
+      cpu_ratio: the same of this process's CPU time, which other processes disturb less.
       items_per_second: items per second at the median of ``step_seconds``.
       mfu: model FLOPs utilisation; None where the device's peak or the model's FLOPs are not known.
-      compiled_bytes: memory of one device at the step's peak, by the compiler.
+      compiled_bytes: memory of one device at the step's peak, by the compiler;
+        ``temporary_bytes`` are those of its temporaries.
       measured_bytes: the same by the device's own count; None where it keeps none, and where an
         earlier variant needed more.
       sent_bytes: sent by one device in a step; None where the program cannot be read.
@@ -67,9 +69,11 @@ class Result:
     mesh: str
     step_seconds: tuple[float, ...]
     ratio: float
+    cpu_ratio: float
     items_per_second: float
     mfu: float | None
     compiled_bytes: int
+    temporary_bytes: int
     measured_bytes: float | None
     sent_bytes: float | None
     compile_seconds: float
@@ -124,15 +128,13 @@ def compare(
         size = human_bytes(run.program.memory_bytes)
         print(f"{run.name}: {text}, {size}", file=sys.stderr, flush=True)
     _warm_up(runs, block_steps)
-    seconds: dict[str, list[float]] = {run.name: [] for run in runs}
     for number in range(1, rounds + 1):
         for run in runs:
-            seconds[run.name].append(run.train_block(block_steps))
+            run.train_block(block_steps)
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
-    first = seconds[runs[0].name]
     found = []
     for run in runs:
-        result = _result(run, seconds[run.name], first, block_steps, held_out_batches)
+        result = _result(run, runs[0], block_steps, held_out_batches)
         with naming(run.name):
             found.append(dataclasses.replace(result, rounding=run.rounding(rounding)))
     return found
@@ -149,11 +151,11 @@ def _warm_up(runs: Sequence["_Run"], block_steps: int) -> None:
         run.measured_bytes = None if after == before else after
 
 
-def _result(
-    run: "_Run", times: list[float], first: list[float], block_steps: int, held_out_batches: int
-) -> Result:
+def _result(run: "_Run", first: "_Run", block_steps: int, held_out_batches: int) -> Result:
     """Returns the result of a variant from its step seconds and those of the first variant."""
-    experiment, median = run.experiment, statistics.median(times)
+    wall, cpu = zip(*run.times[1:], strict=True)
+    first_wall, first_cpu = zip(*first.times[1:], strict=True)
+    experiment, median = run.experiment, statistics.median(wall)
     devices, dtype = run.mesh.devices.flat, experiment.policy.compute_dtype
     with naming(run.name):
         held_out = run.evaluate(held_out_batches)
@@ -162,11 +164,13 @@ def _result(
     return Result(
         name=run.name,
         mesh=describe_mesh(run.mesh),
-        step_seconds=tuple(times),
-        ratio=statistics.median(map(operator.truediv, times, first)),
+        step_seconds=wall,
+        ratio=statistics.median(map(operator.truediv, wall, first_wall)),
+        cpu_ratio=statistics.median(map(operator.truediv, cpu, first_cpu)),
         items_per_second=experiment.data.items_per_step / median,
         mfu=mfu(experiment.task.flops_per_step, median, devices, dtype=dtype),
         compiled_bytes=run.program.memory_bytes,
+        temporary_bytes=run.program.compiled.memory_analysis().temp_size_in_bytes,
         measured_bytes=run.measured_bytes,
         sent_bytes=None if unread else sum(row.sent for row in summarize(sent)),
         compile_seconds=run.program.compile_seconds,
@@ -189,6 +193,7 @@ class _Run(Hook):
         self._places = jax.tree.map(lambda x: x.sharding, self._shapes)
         self._state: PyTree = None
         self.losses: list[float] = []
+        self.times: list[tuple[float, float]] = []  # wall and CPU seconds of a step, by block
 
     def compile(self, steps: int) -> None:
         """Compiles for so many steps, in blocks of whole calls."""
@@ -198,8 +203,8 @@ class _Run(Hook):
     def on_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self.losses.append(metrics["loss"])
 
-    def train_block(self, steps: int) -> float:
-        """Trains so many steps on and returns the seconds of one."""
+    def train_block(self, steps: int) -> None:
+        """Trains so many steps on and notes the seconds of one."""
         if self._state is None:
             self._state = make_state(self.experiment, self.mesh)
         state, done = jax.device_put(self._state, self._places), len(self.losses)
@@ -208,12 +213,12 @@ class _Run(Hook):
             batches = jax.block_until_ready(list(itertools.islice(stream, steps)))
         self._state, calls = None, {"steps_per_call": self.experiment.layout.steps_per_call}
         jax.block_until_ready(state)
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         state = train_loop(self._train, state, batches, steps=done + steps, hooks=[self], **calls)
         jax.block_until_ready(state)
-        seconds = time.perf_counter() - start
+        wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+        self.times.append((wall / steps, cpu / steps))
         self._state = state if self.mesh.devices.flat[0].platform == "cpu" else park(state)
-        return seconds / steps
 
     def rounding(self, count: int) -> dict[str, tuple[float, ...]]:
         """The gradients of the next so many batches against those of float32."""

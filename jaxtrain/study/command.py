@@ -157,6 +157,31 @@ def conduct(
     return trials
 
 
+def conduct_points(
+    runs: Runs,
+    points: Sequence[Mapping[str, spaces.Value]],
+    *,
+    workers: int,
+    environ: Mapping[str, str],
+) -> Trials | None:
+    """Does a trial with each of these values, in order, as :func:`conduct`, in the study of them
+    that is in the folder or begins there."""
+    _, _, module, *flags = runs.command
+    record = {"module": module, "flags": shlex.join(flags), "metric": runs.metric}
+    record |= {"seeds": runs.seeds, "points": [shlex.join(runs.words(each)) for each in points]}
+    values = {flag: tuple(dict.fromkeys(each[flag] for each in points)) for flag in points[0]}
+    return conduct(
+        runs.folder,
+        [spaces.Dimension(*pair) for pair in values.items()],
+        runs,
+        workers=workers,
+        environ=environ,
+        name=join(runs.folder, record),
+        points=points,
+        sampler="grid",
+    )
+
+
 def _check(options: StudyOptions, config: Any) -> None:
     """Refuses flags of the experiment that do not go with a study."""
     refuse_start(config)

@@ -29,7 +29,7 @@ from jaxtrain.run.main import build_experiment, flag_word, load_config
 from jaxtrain.study import command as study
 from jaxtrain.study import laws
 from jaxtrain.study.laws import Best, Law
-from jaxtrain.study.space import Dimension, Value, text_of
+from jaxtrain.study.space import Value, text_of
 from jaxtrain.study.trials import VALUES, Trials, check_installed
 from jaxtrain.study.workers import Runs
 
@@ -138,28 +138,8 @@ def run_ladder(options: LadderOptions, rest: list[str]) -> int:
     check_installed("grid")
     experiment = build_experiment(module, config)
     runs = study.runs_of(options, rest, config, experiment)
-    space = [
-        Dimension(flag, tuple(dict.fromkeys(point[flag] for _, point in points)))
-        for flag in (*models[0], "steps")
-    ]
-    record = {
-        "module": options.experiment,
-        "flags": shlex.join(rest),
-        "ladder": [point for _, point in points],
-        "metric": runs.metric,
-        "seeds": runs.seeds,
-    }
-    name = study.join(runs.folder, json.loads(json.dumps(record)))
-    trials = study.conduct(
-        runs.folder,
-        space,
-        runs,
-        workers=options.workers,
-        environ=environ,
-        name=name,
-        points=[point for _, point in points],
-        sampler="grid",
-    )
+    given = {"workers": options.workers, "environ": environ}
+    trials = study.conduct_points(runs, [point for _, point in points], **given)
     if trials is None:
         return exit_codes.PREEMPTED
     rows = losses_of(trials, [size for size, _ in points])

@@ -60,7 +60,8 @@ def test_every_variant_trains_as_it_would_alone(capsys, monkeypatch, tmp_path):
         assert variant["held_out"] == pytest.approx(held_out, rel=1e-5)
         ratios = np.divide(variant["step_seconds"], found[0]["step_seconds"])
         assert variant["ratio"] == pytest.approx(np.median(ratios))
-    assert found[0]["ratio"] == 1
+        assert 0 < variant["temporary_bytes"] < variant["compiled_bytes"]
+    assert found[0]["ratio"] == found[0]["cpu_ratio"] == 1
 
 
 def test_variants_are_all_combinations_in_order():
@@ -167,6 +168,8 @@ def test_seeds_are_pooled_and_a_mesh_has_no_rounding_to_compare(capsys):
         "mesh": "",
         "mfu": None,
         "compiled_bytes": 1,
+        "temporary_bytes": 1,
+        "cpu_ratio": 1.0,
         "measured_bytes": None,
         "sent_bytes": None,
         "losses": (1.0,),

@@ -100,6 +100,9 @@ def test_equal_mistakes_get_equal_sentences(name, begun, tmp_path):
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             experiment.outline(experiment.Config(**{"tokenizer": "300", **given}))
+    if name == "gpt":
+        with pytest.raises(ValueError, match="--kv-heads 1 is not for --init-from, whose folder"):
+            experiment.outline(experiment.Config(init_from=run, tokenizer="300", kv_heads=1))
     if name != "t5":
         with pytest.raises(ValueError, match="--seq-len 33 is more than the 32 positions that the"):
             experiment.outline(experiment.Config(init_from=run, tokenizer="300", seq_len=33))
