@@ -138,6 +138,8 @@ class DecoderConfig(ExpertFields, AttentionFields, DeltaFields, TokenFields):
     dense_width: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.delta_pattern, list):  # in a checkpoint's JSON; before its block is made
+            object.__setattr__(self, "delta_pattern", tuple(self.delta_pattern))
         super().__post_init__()
         check_positive(self, "logit_softcap")
         if self.positions == "sinusoidal" and self.width % 2:
@@ -157,8 +159,6 @@ class DecoderConfig(ExpertFields, AttentionFields, DeltaFields, TokenFields):
                     f"layers={self.layers} and experts={self.experts} leave none: use fewer"
                 )
             fill(self, dense_width=self.mlp_width)
-        if isinstance(self.delta_pattern, list):  # in a checkpoint's JSON
-            object.__setattr__(self, "delta_pattern", tuple(self.delta_pattern))
         pattern = self.delta_pattern
         kinds = {*map(type, pattern)} if isinstance(pattern, tuple) else {None}
         if not kinds <= {bool} or (pattern and self.layers % len(pattern)):
@@ -230,11 +230,11 @@ def tiny_deepseek() -> DecoderConfig:
 
 
 def tiny_delta() -> DecoderConfig:
-    """``tiny`` in the form of Qwen3-Next without experts: three layers of linear attention, and one
-    of gated attention, of whose heads a quarter is rotated."""
+    """``tiny`` in the form of Qwen3-Next without experts, linear attention in every other layer:
+    gated attention, of whose heads a quarter is rotated, and norms of 1 + their scale."""
     return dataclasses.replace(
         tiny(),
-        **{"delta_pattern": (True, True, True, False), "delta_heads": 4, "delta_key_heads": 2},
+        **{"delta_pattern": (True, False), "delta_heads": 4, "delta_key_heads": 2},
         **{"delta_key_dim": 48, "delta_value_dim": 48, "out_gate": True, "rope_dim": 24},
         **{"qk_norm": True, "norm_offset": True},
     )

@@ -1,8 +1,7 @@
 """Linear attention by the gated delta rule, and the short convolution that stands before it.
 
-A head has a state S [K, V], a linear map from keys to values. Each position decays it by a factor
-a, and corrects by a share beta what it holds of the position's key (Yang et al. 2024,
-https://arxiv.org/abs/2412.06464):
+A head has a state S [K, V]. Each position decays it by a factor a, and corrects by a share beta
+what it holds of the position's key (Yang et al. 2024, https://arxiv.org/abs/2412.06464):
 
     u_t = beta_t (v_t - a_t S_{t-1}^T k_t),   S_t = a_t S_{t-1} + k_t u_t^T,   y_t = S_t^T q_t
 
@@ -141,29 +140,23 @@ def causal_convolution(
         x_BTF = jnp.concatenate([before_BWF, x_BTF], 1)
         length = x_BTF.shape[1] - reach
         taps = (x_BTF[:, i : i + length] * kernel_WF[i] for i in range(reach + 1))
-        if seen_BTW is not None:
-            taps = (jnp.where(seen_BTW[..., i : i + 1], x, 0) for i, x in enumerate(taps))
-        return sum(taps)
+        return sum(jnp.where(seen_BTW[..., i : i + 1], x, 0) for i, x in enumerate(taps))
 
-    seen_BTW = None
-    if segments_BT is not None:
-        numbers = constrain(segments_BT, "batch", None)
-        padded = jnp.pad(numbers, ((0, 0), (reach, 0)), mode="edge")  # of what is before
-        seen = [padded[:, i : i + T] == numbers for i in range(reach + 1)]
-        seen_BTW = constrain(jnp.stack(seen, -1), "batch", None, None)
+    numbers = jnp.zeros((B, T), jnp.int32) if segments_BT is None else segments_BT
+    numbers = constrain(numbers, "batch", None)
+    padded = jnp.pad(numbers, ((0, 0), (reach, 0)), mode="edge")  # of what is before
+    seen = [padded[:, i : i + T] == numbers for i in range(reach + 1)]
+    seen_BTW = constrain(jnp.stack(seen, -1), "batch", None, None)
     if parts == 1:
         return convolve(x_BTF, before_BWF, seen_BTW)
-    x_PBTF, length = parted(x_BTF, parts, "heads"), T // parts
+    x_PBTF, whole = parted(x_BTF, parts, "heads"), (None, "batch", None, "heads")
     # Ends of parts are few: gathered by all, since a permutation in a pipeline's branch would
     # wait for devices that take the other.
-    ends = constrain(x_PBTF[:, :, length - reach :], None, "batch", None, "heads")
-    ends = jnp.concatenate([before_BWF[None].astype(ends.dtype), ends[:-1]])
-    ends = constrain(
-        constrain(ends, None, "batch", None, "heads"), "sequence", "batch", None, "heads"
-    )
-    seen = None if seen_BTW is None else parted(seen_BTW, parts, None)
-    each = jax.vmap(convolve, in_axes=(0, 0, None if seen is None else 0), spmd_axis_name=axes)
-    return joined(each(x_PBTF, ends, seen), "heads")
+    ends = constrain(x_PBTF[:, :, T // parts - reach :], *whole)
+    ends = constrain(jnp.concatenate([before_BWF[None].astype(ends.dtype), ends[:-1]]), *whole)
+    ends = constrain(ends, "sequence", *whole[1:])
+    each = jax.vmap(convolve, spmd_axis_name=axes)
+    return joined(each(x_PBTF, ends, parted(seen_BTW, parts, None)), "heads")
 
 
 def parted(x_BT: jax.Array, parts: int, *rest: str | None) -> jax.Array:

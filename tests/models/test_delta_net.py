@@ -7,6 +7,7 @@ tests/compare/test_parity.py.
 import dataclasses
 import functools
 import itertools
+import json
 import re
 
 import jax
@@ -101,6 +102,12 @@ def test_every_parameter_has_a_rule_and_flops_are_counted_by_hand():
     assert decoder.parameter_count(MODEL) == weights
     expected = 6 * weights + 12 * 16 * MODEL.seq_len + 18 * H * K * K
     assert decoder.flops_per_token(MODEL) == expected
+
+
+def test_a_config_comes_back_from_json():
+    again = decoder.DecoderConfig(**json.loads(json.dumps(dataclasses.asdict(MODEL))))
+    assert again == MODEL
+    assert hash(again.block) == hash(MODEL.block)
 
 
 def test_what_has_no_state_of_a_row_says_so():
