@@ -151,15 +151,15 @@ class ExpertFields:
     router_z: float = 0.001
 
     def _check_experts(self) -> None:
-        if self.experts is None:
-            if self.shared_experts is not None or self.shared_gate:
-                raise ValueError(
-                    f"shared_experts={self.shared_experts}, shared_gate={self.shared_gate}: shared "
-                    "experts stand beside experts that are chosen, and experts=None: set both"
-                )
-            return
         if self.shared_gate and self.shared_experts is None:
             raise ValueError("shared_gate=True is of shared_experts, which are None: set both")
+        if self.experts is None:
+            if self.shared_experts is not None:
+                raise ValueError(
+                    f"shared_experts={self.shared_experts} stand beside experts that are chosen, "
+                    "and experts=None: set both"
+                )
+            return
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} is more than experts={self.experts}; "
