@@ -147,8 +147,9 @@ def causal_convolution(
     padded = jnp.pad(numbers, ((0, 0), (reach, 0)), mode="edge")  # of what is before
     seen = [padded[:, i : i + T] == numbers for i in range(reach + 1)]
     seen_BTW = constrain(jnp.stack(seen, -1), "batch", None, None)
-    if parts == 1:
-        return convolve(x_BTF, before_BWF, seen_BTW)
+    if parts == 1:  # rows that are whole, or too short to be split
+        y_BTF = convolve(constrain(x_BTF, "batch", None, "heads"), before_BWF, seen_BTW)
+        return constrain(y_BTF, "batch", "sequence", "heads")
     x_PBTF, whole = parted(x_BTF, parts, "heads"), (None, "batch", None, "heads")
     # Ends of parts are few: gathered by all, since a permutation in a pipeline's branch would
     # wait for devices that take the other.
