@@ -129,18 +129,19 @@ def _balance(name: str, tables: Sequence[Any]) -> list[tuple]:
     """The rows of :func:`draw.print_balance`: one microbatch of a GPT, with rematerialisation."""
     from jaxtrain.data import packed_shapes
     from jaxtrain.models import decoder
+    from jaxtrain.models.config import stacked_layers
 
     if name not in decoder.PRESETS:
         raise ValueError(f"--model is {name!r}: use one of {', '.join(decoder.PRESETS)}")
     model = decoder.PRESETS[name]()
     init_fn, batch = functools.partial(decoder.init, model), packed_shapes(1, model.seq_len)
     weights = balance.weigh(decoder.stages(model), init_fn, batch)
-    rows = []
+    rows, layers = [], stacked_layers(model)
     for table in tables:
         parts = table.stages * table.virtual
-        placed = {"balanced": balance.balanced(weights, layers=model.layers, stages=parts)}
-        if model.layers % parts == 0:
-            placed = {"even": (model.layers // parts,) * parts} | placed
+        placed = {"balanced": balance.balanced(weights, layers=layers, stages=parts)}
+        if layers % parts == 0:
+            placed = {"even": (layers // parts,) * parts} | placed
         for kind, counts in placed.items():
             forward_G, backward_G = weights.of_stages(counts)
             rows.append((table, kind, counts, forward_G / 1e9, backward_G / 1e9))

@@ -31,7 +31,7 @@ from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import Layout
 from jaxtrain.models import decoder, mup
-from jaxtrain.models.config import before_stack
+from jaxtrain.models.config import stacked_layers
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
@@ -294,7 +294,7 @@ def with_teacher(
         decoder.stages(teacher),
         functools.partial(decoder.init, teacher),
         decoder.distillation_loss(model, teacher, **config.distill.numbers()),
-        depth=model.layers - before_stack(model),
+        depth=stacked_layers(model),
         weights=functools.partial(config.teacher.weights, teacher),
         teacher_rules=decoder.RULES,
         cost=forward / decoder.flops_per_token(model),

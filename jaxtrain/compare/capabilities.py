@@ -34,7 +34,7 @@ from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
 from jaxtrain.models import decoder, encoder
-from jaxtrain.models.config import before_stack
+from jaxtrain.models.config import stacked_layers
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
 from jaxtrain.state import TrainState
@@ -185,6 +185,7 @@ def _models() -> Iterator[Capability]:
         ("experts", "gpt", ("--model", "tiny-moe"), "model|expert"),
         # One more layer, as the first is no part of a pipeline's chunks.
         ("latent attention", "gpt", ("--model", "tiny-deepseek", "--layers", "5"), "model|expert"),
+        ("linear attention", "gpt", ("--model", "tiny-delta", "--layers", "8"), "model|delta"),
         ("attention sinks", "gpt", ("--model", "gpt-oss-20b"), "model|expert|sinks"),
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
@@ -313,7 +314,7 @@ def _distilled(experiment: Experiment) -> Experiment:
     # As drawn, all tokens are alike to both models, and their divergence is rounding.
     init = lambda rng: jax.tree.map(lambda x: 4 * x, decoder.init(teacher, rng))  # noqa: E731
     loss = decoder.distillation_loss(model, teacher, temperature=2.0, mix=0.5, hidden=0.5)
-    given = {"depth": model.layers - before_stack(model), "teacher_rules": decoder.RULES}
+    given = {"depth": stacked_layers(model), "teacher_rules": decoder.RULES}
     return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
 
 

@@ -68,7 +68,7 @@ def save(
     rows, shapes = chosen.rows_of(model)
     widths = {name: leaf.shape[-1] for name, leaf in named_leaves(shapes).items()}
     tensors, ranks, alphas, targets, whole = {}, {}, {}, set(), False
-    for template, group in by_tensor(rows).items():
+    for (template, _), group in by_tensor(rows).items():
         parts = [kernels.get(row.ours) for row in group]
         if not any(parts):
             continue

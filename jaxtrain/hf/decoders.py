@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.hf import positions
 from jaxtrain.hf.family import Family
 from jaxtrain.hf.table import GELUS, REQUIRED, SHAPE, Field, Row, T, dense, norm
-from jaxtrain.models.config import windows_of
+from jaxtrain.models.config import deltas_of, windows_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.ops.rotary import YarnScaling
 
@@ -158,6 +158,72 @@ DEEPSEEK_V3_ROWS = (
     Row("blocks/mlp/up/kernel", "model.layers.{l}.mlp.shared_experts.up_proj.weight", T),
     Row("blocks/mlp/down/kernel", "model.layers.{l}.mlp.shared_experts.down_proj.weight", T),
 )
+
+
+# Layers of the gated delta rule, full attention with a gate, and a shared expert with one.
+_OF_DELTA = "model.layers.{l}.linear_attn"
+QWEN3_NEXT_ROWS = (
+    *MOE_ROWS,
+    *(
+        Row(f"blocks/mlp/{name}/kernel", f"{_OF_OSS}.shared_expert.{name}_proj.weight", T)
+        for name in ("gate", "up", "down")
+    ),
+    Row("blocks/shared_gate/kernel", f"{_OF_OSS}.shared_expert_gate.weight", T),
+)
+DELTA_ROWS = (
+    Row("blocks/attn/qkvz/kernel", f"{_OF_DELTA}.in_proj_qkvz.weight", T),
+    Row("blocks/attn/ba/kernel", f"{_OF_DELTA}.in_proj_ba.weight", T),
+    Row("blocks/attn/conv", f"{_OF_DELTA}.conv1d.weight", (2, 1, 0)),
+    Row("blocks/attn/shift", f"{_OF_DELTA}.dt_bias"),
+    Row("blocks/attn/log_rate", f"{_OF_DELTA}.A_log"),
+    Row("blocks/attn/norm_out/scale", f"{_OF_DELTA}.norm.weight"),
+    Row("blocks/attn/out/kernel", f"{_OF_DELTA}.out_proj.weight", T),
+)
+
+
+_KINDS = "full_attention", "linear_attention"
+
+
+def _read_qwen3_next(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions of a part of a head, and the layers of either kind."""
+    theirs.pop("intermediate_size", None)  # of dense layers, which it lacks
+    layers = positions.positive(theirs, "num_hidden_layers")
+    every = positions.positive(theirs, "full_attention_interval", 4)
+    usual = [_KINDS[(l + 1) % every != 0] for l in range(layers)]
+    kinds = theirs.pop("layer_types", None) or usual
+    if len(kinds) != layers or not {*kinds} <= {*_KINDS}:
+        raise ValueError(f"layer_types={kinds!r} must say {' or '.join(_KINDS)} {layers} times")
+    delta = tuple(map(_KINDS.index, kinds))
+    repeats = (n for n in range(1, layers + 1) if delta == delta[:n] * (layers // n))
+    rope = dict(theirs.pop("rope_parameters", None) or {})
+    part = theirs.pop("partial_rotary_factor", 0.25)
+    part = rope.pop("partial_rotary_factor", part)
+    size = positions.positive(theirs | {"head_dim": theirs.get("head_dim", 256)}, "head_dim")
+    wide = positions.positive(theirs, "shared_expert_intermediate_size", 512)
+    mlp = theirs.get("moe_intermediate_size", 512)
+    if wide % mlp or not 0 < part <= 1:
+        raise ValueError(
+            f"shared_expert_intermediate_size={wide} must be a multiple of moe_intermediate_size="
+            f"{mlp}, and partial_rotary_factor={part} above 0 and at most 1"
+        )
+    theirs["rope_parameters"] = rope
+    return positions.read_rope(theirs, 10000.0) | {
+        "delta_pattern": tuple(map(bool, delta[: next(repeats)])),
+        "rope_dim": int(size * part) if part < 1 else None,
+        "shared_experts": wide // mlp,
+    }
+
+
+def _write_qwen3_next(config: DecoderConfig) -> dict[str, Any]:
+    if config.shared_experts is None:
+        raise ValueError("qwen3_next has shared experts, and the model lacks them")
+    rope = {"rope_type": "default"} | (positions.write_rope(config)["rope_scaling"] or {})
+    part = config.block.rotated / config.block.head_dim
+    return {
+        "rope_parameters": rope | {"rope_theta": config.rope_theta, "partial_rotary_factor": part},
+        "layer_types": [_KINDS[delta] for delta in deltas_of(config)],
+        "shared_expert_intermediate_size": config.shared_experts * config.mlp_width,
+    }
 
 
 def _read_gpt_oss(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -332,6 +398,33 @@ QWEN3_MOE = dataclasses.replace(
     read=_read_qwen_moe,
 )
 
+QWEN3_NEXT = dataclasses.replace(
+    QWEN3_MOE,
+    name="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    rows=QWEN3_NEXT_ROWS,
+    delta_rows=DELTA_ROWS,
+    fields=QWEN3_MOE.fields
+    | {
+        "num_key_value_heads": Field("kv_heads", 2),
+        "head_dim": Field("head_dim", 256),
+        "moe_intermediate_size": Field("mlp_width", 512),
+        "num_experts": Field("experts", 512),
+        "num_experts_per_tok": Field("experts_per_token", 10),
+        "norm_topk_prob": Field("routing", True, _ROUTED["norm_topk_prob"].values),
+        "linear_conv_kernel_dim": Field("delta_taps", 4),
+        "linear_key_head_dim": Field("delta_key_dim", 128),
+        "linear_value_head_dim": Field("delta_value_dim", 128),
+        "linear_num_key_heads": Field("delta_key_heads", 16),
+        "linear_num_value_heads": Field("delta_heads", 32),
+    },
+    ours=QWEN3.ours | {"norm_offset": True, "out_gate": True, "shared_gate": True},
+    read=_read_qwen3_next,
+    write=_write_qwen3_next,
+    # The module that predicts more tokens, which no model here has.
+    buffers=r"rotary_emb\.inv_freq$|^mtp\.",
+)
+
 OLMOE = dataclasses.replace(
     LLAMA,
     name="olmoe",
@@ -481,4 +574,5 @@ def _with_scores(family: Family) -> Family:
 
 
 DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
-DECODERS = tuple(map(_with_scores, (*DENSE, MIXTRAL, OLMOE, QWEN3_MOE, GPT_OSS, DEEPSEEK_V3)))
+MIXTURES = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN3_NEXT, GPT_OSS, DEEPSEEK_V3)
+DECODERS = tuple(map(_with_scores, (*DENSE, *MIXTURES)))

@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain.hf.table import REQUIRED, Field, Row
 from jaxtrain.models import decoder
-from jaxtrain.models.config import before_stack, windows_of
+from jaxtrain.models.config import before_stack, deltas_of, windows_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
@@ -76,6 +76,7 @@ class Family:
       module: has ``init(config, rng)`` and ``parameter_count(config)`` of them.
       gated_rows: those that stand for others where the MLP has a gate.
       dense_rows: those that stand for others in layers before the stack.
+      delta_rows: those that stand for others in layers of the gated delta rule.
       settle: corrects a config by the names of the folder's tensors, which a function returns.
       others: architectures of other heads, with one and the same model.
       heads: a regex of the tensors of heads.
@@ -97,6 +98,7 @@ class Family:
     module: Any = decoder
     gated_rows: tuple[Row, ...] = ()
     dense_rows: tuple[Row, ...] = ()
+    delta_rows: tuple[Row, ...] = ()
     settle: Callable[[Any, Callable[[], Collection[str]]], Any] = lambda config, names: config
     others: tuple[str, ...] = ()
     heads: str = "$^"
@@ -182,6 +184,16 @@ class Family:
                 rows.setdefault(path, row)
                 if row.stacked:
                     rows[path] = dataclasses.replace(row, ours=path, theirs=theirs)
+        group = getattr(config, "group", ())
+        if any(form.delta for form in group):
+            found, of_delta = dict(rows), {row.ours: row for row in self.delta_rows}
+            for i, form in enumerate(group):
+                at = {"offset": i, "stride": len(group)}
+                for path, row in (rows | of_delta if form.delta else rows).items():
+                    if len(group) > 1:
+                        path = path.replace("blocks", f"blocks/{i}", 1)
+                    found[path] = dataclasses.replace(row, ours=path, **at)
+            rows = found
         return {path: rows[path] for path in named_leaves(shapes)}, shapes
 
     def stored(self, config: ModelConfig, name: str) -> str:
@@ -198,7 +210,7 @@ def check_positive(name: str, value: Any) -> None:
 def _essence(config: ModelConfig) -> dict[str, Any]:
     """Returns the fields of a config that determine the function that its model computes."""
     fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
-    fields["window_pattern"] = windows_of(config)
+    fields |= {"window_pattern": windows_of(config), "delta_pattern": deltas_of(config)}
     if config.positions == "learned":
         del fields["rope_theta"]
     return {name: value for name, value in fields.items() if name not in OURS | {"vocab_multiple"}}

@@ -55,7 +55,8 @@ class Row:
       vocab: our axis over the vocabulary, which ours pads with zeros.
       first: the first layer that has such a tensor; of those before it ours is 0, and unread.
       shorter: whether ours may have fewer rows than theirs, the first ones.
-      offset: the number that their names have of our first layer.
+      offset, stride: the number that their names have of our first layer, and how many further that
+        of the next one is.
 
     >>> Row("up/kernel", "fc.{l}.weight", T).their_shape((8, 32))
     (32, 8)
@@ -70,6 +71,7 @@ class Row:
     shorter: bool = False
     first: int = 0
     offset: int = 0
+    stride: int = 1
 
     @property
     def stacked(self) -> bool:
@@ -90,7 +92,9 @@ class Row:
     def names(self, *sizes: int) -> list[str]:
         """Their names: one for each layer that has it and each expert, or one."""
         return [
-            self.theirs.format(**dict(zip("le", (at[0] + self.offset, *at[1:]), strict=False)))
+            self.theirs.format(
+                **dict(zip("le", (at[0] * self.stride + self.offset, *at[1:]), strict=False))
+            )
             if at
             else self.theirs
             for at in self.places(*sizes)
@@ -215,9 +219,9 @@ class Weight:
         return np.asarray(self[(slice(None),) * len(self.shape)], dtype)
 
 
-def by_tensor(rows: Mapping[str, Row]) -> dict[str, list[Row]]:
-    """Groups rows by the template of their tensors, parts in order."""
-    groups: dict[str, list[Row]] = {}
+def by_tensor(rows: Mapping[str, Row]) -> dict[tuple[str, int], list[Row]]:
+    """Groups rows by the template of their tensors and the first layer of these, parts in order."""
+    groups: dict[tuple[str, int], list[Row]] = {}
     for row in rows.values():
-        groups.setdefault(row.theirs, []).append(row)
+        groups.setdefault((row.theirs, row.offset), []).append(row)
     return {name: sorted(group, key=lambda row: row.part) for name, group in groups.items()}

@@ -242,7 +242,7 @@ def _meet(
     share_R = jnp.where(total > 0, weight_R / jnp.where(total > 0, total, 1.0), 1.0 / R)
 
     def mean(x: jax.Array) -> jax.Array:
-        return jnp.einsum("r,r...->...", share_R.astype(x.dtype), x)
+        return (x * share_R.reshape(R, *[1] * (x.ndim - 1)).astype(x.dtype)).sum(0)
 
     met = jax.tree.map(mean, _take(members.params, piece, lead=1))
     new, before = met, _take(state.params, piece)
@@ -272,9 +272,8 @@ def _joined(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     share_R = jnp.where(total > 0, weight_R / jnp.where(total > 0, total, 1.0), 1.0 / R)
 
     def mean(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.result_type(x, jnp.float32))
-        seen = (share_R > 0).reshape(R, *[1] * (x.ndim - 1))
-        return jnp.einsum("r,r...->...", share_R, jnp.where(seen, x, 0.0))
+        share = share_R.reshape(R, *[1] * (x.ndim - 1))
+        return (jnp.where(share > 0, x, 0.0) * share).sum(0)
 
     sums = {name: metrics[name].sum(0) for name in ("weight", "skipped")}
     return {name: mean(x) for name, x in metrics.items()} | sums

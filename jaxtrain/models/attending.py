@@ -46,9 +46,10 @@ class Attention(nnx.Module):
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         self.heads, self.head_dim = config.heads, config.head_dim
+        self.rotated, self.gated = config.rotated, config.out_gate
         width, inner = config.width, config.heads * config.head_dim
         shared = config.kv_heads * config.head_dim
-        self.q = dense(width, inner, rngs, bias=config.qkv_bias)
+        self.q = dense(width, (1 + self.gated) * inner, rngs, bias=config.qkv_bias)
         self.k = dense(width, shared, rngs, bias=config.qkv_bias)
         self.v = dense(width, shared, rngs, bias=config.qkv_bias)
         self.out = dense(inner, width, rngs, bias=config.bias, std=config.residual_std)
@@ -62,26 +63,37 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, angles, attend: Attend, memory_BSD: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
         """Attends from ``x_BTD`` to itself, or to another sequence."""
-        _check_heads(self.heads)
+        check_heads(self.heads)
         if memory_BSD is None:
             memory_BSD, parts = x_BTD, parts_of(x_BTD, self.q, self.k, self.v)
         else:
             parts = (*parts_of(x_BTD, self.q), *parts_of(memory_BSD, self.k, self.v))
         (B, T, _), S = x_BTD.shape, memory_BSD.shape[1]
+        features = (1 + self.gated) * self.head_dim, self.head_dim, self.head_dim
         q, k, v = (
-            constrain(y.reshape(B, length, -1, self.head_dim), "batch", "sequence", heads, None)
-            for y, length, heads in zip(
-                parts, (T, S, S), ("heads", "kv_heads", "kv_heads"), strict=True
+            constrain(y.reshape(B, length, -1, K), "batch", "sequence", heads, None)
+            for y, length, heads, K in zip(
+                parts, (T, S, S), ("heads", "kv_heads", "kv_heads"), features, strict=True
             )
         )
+        q, gate = q[..., : self.head_dim], q[..., self.head_dim :]
         if self.norm_q is not None:
             q, k = self.norm_q.of_heads(q), self.norm_k.of_heads(k)
         if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+            q, k = (self._turned(x, angles) for x in (q, k))
         how = {} if self.sinks is None else {"sinks_H": self.sinks.get_value()}
         out_BTHK, extra = attend(q, k, v, **how)
+        if self.gated:
+            out_BTHK *= jax.nn.sigmoid(gate)
         out_BTHK = constrain(out_BTHK, "batch", "sequence", "heads", None)
         return sum_of_parts(self.out, out_BTHK.reshape(B, T, -1)), extra
+
+    def _turned(self, x_BTHK: jax.Array, angles: Any) -> jax.Array:
+        """Rotated as far as rotary positions go."""
+        if self.rotated == self.head_dim:
+            return rotate(x_BTHK, angles)
+        turned = rotate(x_BTHK[..., : self.rotated], angles)
+        return jnp.concatenate([turned, x_BTHK[..., self.rotated :]], -1)
 
 
 class LatentAttention(nnx.Module):
@@ -115,7 +127,7 @@ class LatentAttention(nnx.Module):
         self, x_BTD: jax.Array, angles, attend: Attend | Absorbed
     ) -> tuple[jax.Array, Any]:
         """Attends from ``x_BTD`` to itself."""
-        _check_heads(self.heads)
+        check_heads(self.heads)
         B, T, _ = x_BTD.shape
         q, kv = parts_of(x_BTD, self.q if self.q_down is None else self.q_down, self.kv_down)
         if self.q_down is not None:
@@ -150,12 +162,12 @@ class LatentAttention(nnx.Module):
         return constrain(x_BTHF, "batch", "sequence", "heads", None)
 
 
-def _check_heads(heads: int) -> None:
+def check_heads(heads: int, what: str = "attention heads") -> None:
     """Raises where the mesh is to split heads and cannot: every device would do all of them."""
     axes, parts = split_over("heads")
     if heads % parts:
         raise ValueError(
-            f"{heads} attention heads are not divisible by mesh axis {' x '.join(axes)} of size "
+            f"{heads} {what} are not divisible by mesh axis {' x '.join(axes)} of size "
             f"{parts}: use a divisor of {heads}, or map 'heads' to None in Rules(axes=...)"
         )
 

@@ -130,6 +130,7 @@ class ExpertFields:
       routed_scale: multiplies the weights of the chosen experts.
       groups, groups_per_token: experts are in groups of neighbours, of which so many are chosen
         first, by their two best experts each.
+      shared_gate: what these add is multiplied by the sigmoid of a product of the token.
       balance: coefficient of the loss that is least where experts are chosen equally often, 1 in
         each layer then; the sum over layers is added to a token's loss.
       balance_over: whose choices are to be equally often of each expert: those of each ``"row"``,
@@ -140,6 +141,7 @@ class ExpertFields:
     experts: int | None = None
     experts_per_token: int = 2
     shared_experts: int | None = None
+    shared_gate: bool = False
     routing: Literal[ROUTINGS] = "softmax_normalised"  # type: ignore[valid-type]
     routed_scale: float = 1.0
     groups: int = 1
@@ -149,6 +151,8 @@ class ExpertFields:
     router_z: float = 0.001
 
     def _check_experts(self) -> None:
+        if self.shared_gate and self.shared_experts is None:
+            raise ValueError("shared_gate=True is of shared_experts, which are None: set both")
         if self.experts is None:
             if self.shared_experts is not None:
                 raise ValueError(
@@ -194,8 +198,10 @@ class AttentionFields:
       sinks: each head has a score that takes part in every softmax and has no key, which trains.
       kv_rank: features of that vector; None means attention as usual, and none of the others.
       q_rank: features of the vector that queries are made of; None means the residual stream.
-      rope_dim: features of a head, its last ones, that are rotated; a key's are those of all heads.
-        None means about a third.
+      rope_dim: features of a head that are rotated: its first ones, and all if None. Of latent
+        attention its last ones, which keys of all heads share; None means about a third then.
+      out_gate: a head's result is multiplied by the sigmoid of as many features, which stand behind
+        its query's in their product; not for latent attention.
       v_dim: features of a head's values; None means ``head_dim``.
       rope_pairs: which features are rotated together: those of both halves, or neighbours.
     """
@@ -206,27 +212,64 @@ class AttentionFields:
     rope_dim: int | None = None
     v_dim: int | None = None
     rope_pairs: Literal["halves", "adjacent"] = "halves"
+    out_gate: bool = False
 
     def _check_latent(self) -> None:
         if self.kv_rank is None:
-            for name in ("q_rank", "rope_dim", "v_dim"):
+            for name in ("q_rank", "v_dim"):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(
                         f"{name}={value} is of latent attention, and kv_rank=None: set both"
                     )
+            if self.rope_dim is not None and not self.rope_dim < self.head_dim:
+                raise ValueError(
+                    f"rope_dim={self.rope_dim} is not below head_dim={self.head_dim}: leave it out "
+                    "where all features of a head are rotated"
+                )
             return
         fill(self, v_dim=self.head_dim, rope_dim=2 * (self.head_dim // 6))
         fits = 0 < self.rope_dim < self.head_dim >= self.v_dim and self.kv_heads == self.heads
-        if self.rope_theta is None or not fits or self.qk_norm or self.sinks:
+        if self.rope_theta is None or not fits or self.qk_norm or self.sinks or self.out_gate:
             raise ValueError(
                 f"kv_rank={self.kv_rank} is latent attention: it needs rotary positions, rope_dim="
                 f"{self.rope_dim} below head_dim={self.head_dim}, v_dim={self.v_dim} of at most "
-                "that, kv_heads as heads, and neither qk_norm nor sinks"
+                "that, kv_heads as heads, and no qk_norm, sinks or out_gate"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockConfig(ExpertFields, AttentionFields, LayerFields):
+class DeltaFields:
+    """Fields that a decoder's config shares with the config of its layers: linear attention by the
+    gated delta rule (:mod:`jaxtrain.models.delta_net`) in the place of attention.
+
+    Args:
+      delta_pattern: which layers have it, by number; the pattern repeats, and its length divides
+        the layers. Qwen3-Next has ``(True, True, True, False)``; empty means none.
+      delta_heads: H heads of values; None means ``heads``.
+      delta_key_heads: heads of queries and keys, a divisor of these; None means as many.
+      delta_key_dim, delta_value_dim: K and V features of a head; None means ``head_dim``.
+      delta_taps: W positions that the convolution before it sees.
+    """
+
+    delta_pattern: tuple[bool, ...] = ()
+    delta_heads: int | None = None
+    delta_key_heads: int | None = None
+    delta_key_dim: int | None = None
+    delta_value_dim: int | None = None
+    delta_taps: int = 4
+
+    def _check_delta(self) -> None:
+        fill(self, delta_heads=self.heads, delta_key_dim=self.head_dim)
+        fill(self, delta_key_heads=self.delta_heads, delta_value_dim=self.head_dim)
+        if self.delta_heads % self.delta_key_heads:
+            raise ValueError(
+                f"delta_heads={self.delta_heads} is not divisible by delta_key_heads="
+                f"{self.delta_key_heads}; use a divisor of {self.delta_heads}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockConfig(ExpertFields, AttentionFields, DeltaFields, LayerFields):
     """One transformer layer: what its parameters and arithmetic depend on, and nothing around it.
 
     Decoders, encoders and vision transformers are made of the same blocks. The defaults are
@@ -240,6 +283,7 @@ class BlockConfig(ExpertFields, AttentionFields, LayerFields):
         what a branch reads and what it adds.
       first_norm: False leaves out the norm before attention in layer 0, whose scale is not read.
       residual_std: of the initial kernels that end in the residual stream.
+      delta: the layer has the gated delta rule in the place of attention.
 
     >>> BlockConfig(width=24, heads=3).mlp_width
     96
@@ -250,6 +294,7 @@ class BlockConfig(ExpertFields, AttentionFields, LayerFields):
     norm_position: Literal[NORM_POSITIONS] = "pre"  # type: ignore[valid-type]
     first_norm: bool = True
     residual_std: float = INIT_STD
+    delta: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -262,6 +307,7 @@ class BlockConfig(ExpertFields, AttentionFields, LayerFields):
         fill(self, query_pre_attn_scalar=self.head_dim)
         self._check_experts()
         self._check_latent()
+        self._check_delta()
         if self.rope_theta is not None and self.rotated % 2:
             raise ValueError(
                 f"rotary positions turn pairs of features, and "
@@ -354,6 +400,23 @@ def before_stack(config: Any) -> int:
     return getattr(config, "dense_layers", None) or 0
 
 
+def group_of(config: Any) -> tuple[BlockConfig, ...]:
+    """The layers that follow each other in what a model stacks, each with parameters of its own
+    kind: one, or as many as the pattern has that repeats."""
+    return getattr(config, "group", None) or (config.block,)
+
+
+def stacked_layers(config: Any) -> int:
+    """How many rows the stack of a model has: layers, or groups of them."""
+    return (config.layers - before_stack(config)) // len(group_of(config))
+
+
+def deltas_of(config: Any) -> list[bool]:
+    """Whether each layer of a model has the gated delta rule."""
+    pattern = getattr(config, "delta_pattern", ()) or (False,)
+    return [pattern[l % len(pattern)] for l in range(config.layers)]
+
+
 def windows_of(config: Any) -> list[bool]:
     """Whether each layer of a model has a window."""
     pattern = config.window_pattern
@@ -361,8 +424,8 @@ def windows_of(config: Any) -> list[bool]:
 
 
 def keys_seen(config: Any, length: int) -> int:
-    """Keys that a token's queries meet, summed over a model's layers: the row, or the window where
-    that is shorter; not halved for causality.
+    """Keys that a token's queries meet, summed over a model's layers of attention: the row, or the
+    window where that is shorter; not halved for causality.
 
     >>> from jaxtrain.models.decoder import PRESETS
     >>> keys_seen(PRESETS["gemma2-2b"](), 8192) == 13 * 8192 + 13 * 4096
@@ -371,7 +434,8 @@ def keys_seen(config: Any, length: int) -> int:
     window = config.window or length
     causal, more = config.block.causal, config.global_tokens or 0
     reach = window + more if causal else 2 * (window + more) - 1
-    return sum(min(length, reach) if near else length for near in windows_of(config))
+    seen = (min(length, reach) if near else length for near in windows_of(config))
+    return sum(n for n, delta in zip(seen, deltas_of(config), strict=True) if not delta)
 
 
 def fields_of(config: Any, *groups: type) -> dict[str, Any]:

@@ -29,9 +29,11 @@ from jaxtrain.models.config import (
     INIT_STD,
     AttentionFields,
     BlockConfig,
+    DeltaFields,
     ExpertFields,
     TokenFields,
     check_positive,
+    deltas_of,
     fields_of,
     fill,
     keys_seen,
@@ -50,13 +52,15 @@ Batch = Mapping[str, jax.Array]
 # Metrics that are parts of the loss beside the cross-entropy.
 ADDED = ("z_loss", "balance_loss", "router_z_loss")
 # Paths of the kernels of experts.
-EXPERTS = r"^blocks/experts/(up|gate|down)/"
+EXPERTS = r"^blocks/(\d+/)?experts/(up|gate|down)/"
 
 # Path of a layer's parameter to logical axes.
 _OF_LAYER = (
     (r"attn/(q|kv)/kernel$", ("embed", "heads")),
     (r"attn/(q|kv)_down/kernel$", ("embed", None)),
-    (r"attn/sinks$", ("heads",)),
+    (r"attn/(sinks|log_rate|shift)$", ("heads",)),
+    (r"attn/(qkvz|ba)/kernel$", ("embed", "heads")),
+    (r"attn/conv$", (None, None, None)),  # features of all queries, keys and values, not by head
     (r"attn/q/bias$", ("heads",)),
     (r"attn/(k|v)/kernel$", ("embed", "kv_heads")),
     (r"attn/(k|v)/bias$", ("kv_heads",)),
@@ -64,13 +68,13 @@ _OF_LAYER = (
     (r"mlp/(up|gate)/kernel$", ("embed", "mlp")),
     (r"mlp/(up|gate)/bias$", ("mlp",)),
     (r"mlp/down/kernel$", ("mlp", "embed")),
-    (r"experts/router/kernel$", ("embed", None)),
+    (r"(experts/router|shared_gate)/kernel$", ("embed", None)),
     (r"experts/(router/(bias|shift)|shares)$", (None,)),
     (r"experts/(up|gate)/bias$", ("experts", "mlp")),
     (r"experts/down/bias$", ("experts", None)),
     (r"experts/(up|gate)/kernel$", ("experts", "embed", "mlp")),
     (r"experts/down/kernel$", ("experts", "mlp", "embed")),
-    (r"attn/norm_(q|k|kv)/(scale|bias)$", (None,)),
+    (r"attn/norm_(q|k|kv|out)/(scale|bias)$", (None,)),
     (r"(attn/out|mlp/down)/bias$", (None,)),
     (r"norm_(attn|mlp)(_out)?/(scale|bias)$", (None,)),
 )
@@ -80,7 +84,7 @@ RULES = OptionalRules(
     (
         (r"^embed/tokens$", ("vocab", "embed")),
         (r"^embed/positions$", (None, "embed")),
-        *((rf"^blocks/{path}", ("layers", *axes)) for path, axes in _OF_LAYER),
+        *((rf"^blocks/(\d+/)?{path}", ("layers", *axes)) for path, axes in _OF_LAYER),
         *((rf"^dense/\d+/{path}", axes) for path, axes in _OF_LAYER),
         (r"^final_norm/(scale|bias)$", (None,)),
         (r"^head/kernel$", ("embed", "vocab")),
@@ -96,7 +100,7 @@ BATCH = OptionalRules(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
+class DecoderConfig(ExpertFields, AttentionFields, DeltaFields, TokenFields):
     """A decoder.
 
     Args:
@@ -114,8 +118,8 @@ class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
       dense_width: hidden width of those; None means ``mlp_width``.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
-    :class:`ModelFields` and, of each layer, :class:`LayerFields`, :class:`ExpertFields` and
-    :class:`AttentionFields`.
+    :class:`ModelFields` and, of each layer, :class:`LayerFields`, :class:`ExpertFields`,
+    :class:`AttentionFields` and :class:`DeltaFields`.
 
     >>> config = DecoderConfig(vocab_size=257, seq_len=8, layers=1, width=24, heads=3)
     >>> config.block.head_dim, config.mlp_width, config.padded_vocab
@@ -134,6 +138,8 @@ class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
     dense_width: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.delta_pattern, list):  # in a checkpoint's JSON; before its block is made
+            object.__setattr__(self, "delta_pattern", tuple(self.delta_pattern))
         super().__post_init__()
         check_positive(self, "logit_softcap")
         if self.positions == "sinusoidal" and self.width % 2:
@@ -153,6 +159,18 @@ class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
                     f"layers={self.layers} and experts={self.experts} leave none: use fewer"
                 )
             fill(self, dense_width=self.mlp_width)
+        pattern = self.delta_pattern
+        kinds = {*map(type, pattern)} if isinstance(pattern, tuple) else {None}
+        if not kinds <= {bool} or (pattern and self.layers % len(pattern)):
+            raise ValueError(
+                f"delta_pattern={pattern!r} must say by true and false which layers have the gated "
+                f"delta rule, and its length must divide layers={self.layers}"
+            )
+        if any(pattern) and self.dense_layers is not None:
+            raise ValueError(
+                f"delta_pattern={pattern!r} counts layers from the first one, and dense_layers="
+                f"{self.dense_layers} of these stand before the stack: leave one out"
+            )
         self.check_chunk("seq_len")
 
     @functools.cached_property
@@ -163,8 +181,14 @@ class DecoderConfig(ExpertFields, AttentionFields, TokenFields):
             rope_theta=self.rope_theta if self.positions == "rope" else None,
             # 2 L branches are added to the residual stream, whose variance is not to grow with L.
             residual_std=INIT_STD / (2 * self.layers) ** 0.5,
-            **fields_of(self, ExpertFields, AttentionFields),
+            **fields_of(self, ExpertFields, AttentionFields, DeltaFields),
         )
+
+    @functools.cached_property
+    def group(self) -> tuple[BlockConfig, ...]:
+        """Its layers as far as their pattern goes, which then repeats."""
+        pattern = self.delta_pattern or (False,)
+        return tuple(dataclasses.replace(self.block, delta=delta) for delta in pattern)
 
     @functools.cached_property
     def dense_block(self) -> BlockConfig:
@@ -205,6 +229,17 @@ def tiny_deepseek() -> DecoderConfig:
     )
 
 
+def tiny_delta() -> DecoderConfig:
+    """``tiny`` in the form of Qwen3-Next without experts, linear attention in every other layer:
+    gated attention, of whose heads a quarter is rotated, and norms of 1 + their scale."""
+    return dataclasses.replace(
+        tiny(),
+        **{"delta_pattern": (True, False), "delta_heads": 4, "delta_key_heads": 2},
+        **{"delta_key_dim": 48, "delta_value_dim": 48, "out_gate": True, "rope_dim": 24},
+        **{"qk_norm": True, "norm_offset": True},
+    )
+
+
 # Rows of the length that most of their training has had.
 _LLAMA1B = {"kv_heads": 4, "seq_len": 2048}
 _LLAMA3 = {"kv_heads": 8, "vocab_size": 128256, "seq_len": 8192, "rope_theta": 5e5}
@@ -214,6 +249,22 @@ _QWEN25 = _QWEN | {"kv_heads": 4, "vocab_size": 152064, "qkv_bias": True}
 _QWEN3 = _QWEN | {"kv_heads": 8, "vocab_size": 151936, "qk_norm": True}
 _MIXTRAL = {"kv_heads": 8, "seq_len": 8192, "rope_theta": 1e6}
 _QWEN3_MOE = _QWEN3 | {"kv_heads": 4, "head_dim": 128, "experts_per_token": 8}
+_QWEN3_NEXT = _QWEN3_MOE | {
+    "kv_heads": 2,
+    "head_dim": 256,
+    "rope_theta": 1e7,
+    "rope_dim": 64,
+    "norm_offset": True,
+    "out_gate": True,
+    "experts_per_token": 10,
+    "shared_experts": 1,
+    "shared_gate": True,
+    "delta_pattern": (True, True, True, False),
+    "delta_heads": 32,
+    "delta_key_heads": 16,
+    "delta_key_dim": 128,
+    "delta_value_dim": 128,
+}
 _OLMOE = {
     "seq_len": 4096,
     "vocab_size": 50304,
@@ -315,6 +366,7 @@ PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "tiny": tiny,
     "tiny-moe": tiny_moe,
     "tiny-deepseek": tiny_deepseek,
+    "tiny-delta": tiny_delta,
     # GPT-2 small (Radford et al. 2019): 124,439,808.
     "gpt2-124m": lambda: DecoderConfig(
         vocab_size=50257, seq_len=1024, layers=12, width=768, heads=12
@@ -339,6 +391,11 @@ PRESETS: Mapping[str, Callable[[], DecoderConfig]] = {
     "olmoe-1b-7b": lambda: _llama(layers=16, width=2048, heads=16, mlp_width=1024, **_OLMOE),
     "qwen3-30b-a3b": lambda: _llama(
         layers=48, width=2048, heads=32, mlp_width=768, experts=128, **_QWEN3_MOE
+    ),
+    # Qwen3-Next (Qwen team 2025) without its second head: 79,674,391,296, of which a
+    # token goes through 3.6 billion.
+    "qwen3-next-80b-a3b": lambda: _llama(
+        layers=48, width=2048, heads=16, mlp_width=512, experts=512, **_QWEN3_NEXT
     ),
     # GPT-OSS (OpenAI 2025, https://arxiv.org/abs/2508.10925): 20,914,757,184 and 116,829,156,672,
     # of which a token goes through 3.6 and 5.1 billion.
@@ -372,7 +429,9 @@ def init(config: DecoderConfig, rng: jax.Array) -> dict[str, Any]:
 
     Returns:
       A nested dict: ``embed``, ``blocks`` (leading axis L), ``final_norm`` and, untied, ``head``;
-      ``dense`` has by their numbers the layers before those of ``blocks``.
+      ``dense`` has by their numbers the layers before those of ``blocks``. With a
+      ``delta_pattern`` of several layers ``blocks`` has them by their numbers in it, each with a
+      leading axis of the patterns.
 
     >>> config = DecoderConfig(vocab_size=5, seq_len=4, layers=3, width=8, heads=2)
     >>> init(config, jax.random.key(0))["blocks"]["attn"]["q"]["kernel"].shape
@@ -595,7 +654,7 @@ parameter_count = functools.partial(layers.parameter_count, init)
 
 
 # Of :func:`flops_per_token`.
-FLOPS_FORMULA = "6 N + 12 L H K T (PaLM, appendix B)"
+FLOPS_FORMULA = "6 N + 12 L H K T (PaLM, appendix B; a layer of the delta rule 18 H K V)"
 
 
 def flops_per_token(config: DecoderConfig) -> int:
@@ -607,7 +666,8 @@ def flops_per_token(config: DecoderConfig) -> int:
     not in it, and of experts those that a token goes through. The attention term is that of full
     rows of ``seq_len`` tokens, not halved for causality, where T is the window if that is shorter,
     in the layers that have it; recomputation is not counted. Where values are narrower than keys, K
-    is the mean of both.
+    is the mean of both. A layer of the gated delta rule reads, corrects and reads a state of K V
+    numbers for each of its heads in the place of attention: 18 H K V, whatever its chunks cost.
 
     >>> flops_per_token(PRESETS["gpt2-124m"]())
     855166464
@@ -621,7 +681,9 @@ def flops_per_token(config: DecoderConfig) -> int:
     lookups += idle * mlps // (config.experts or 1)
     features = config.block.head_dim + (config.block.v_dim or config.block.head_dim)
     attend = 6 * config.heads * features * keys_seen(config, config.seq_len)
-    return 6 * (parameter_count(config) - lookups) + attend
+    state = config.block.delta_heads * config.block.delta_key_dim * config.block.delta_value_dim
+    recur = 18 * state * sum(deltas_of(config))
+    return 6 * (parameter_count(config) - lookups) + attend + recur
 
 
 def _final_norm(config: DecoderConfig, params: Params, x: Any) -> jax.Array:

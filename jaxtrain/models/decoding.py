@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.models import attending, decoder, encoder_decoder, layers
-from jaxtrain.models.config import before_stack
+from jaxtrain.models.config import before_stack, deltas_of, group_of
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.delta_net import Past
 from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bias, embedded, encoded
 from jaxtrain.ops.cached import Rounded, Tiles, chunk_attention, whole_attention
 from jaxtrain.ops.per_device import split_over
@@ -49,12 +50,15 @@ class Cache:
       source: a pytree that stays as prefill made it, such as the keys and values of a source.
       routes: the experts of every layer and position, int32 [L, B, 1, S, J], where they are
         recorded.
+      recurrent: of layers of the gated delta rule, which have no keys, what follows the positions
+        of each row: inputs of the convolution [L, B, W - 1, F], and states [L, B, H, K, V].
     """
 
     k: jax.Array
     v: jax.Array
     source: Any = None
     routes: jax.Array | None = None
+    recurrent: tuple[jax.Array, jax.Array] | None = None
 
     def tiles(self, l: jax.Array) -> Tiles:
         """The keys and values of a layer."""
@@ -193,8 +197,8 @@ class CausalDecoder:
         return tokens_BP, lengths_B
 
     def prefill(self, params, tokens_BP, lengths_B, *, room):
-        def layer(x_BPD, params_and_index):
-            layer_params, l = params_and_index
+        def layer(form, layer_params, l, at, x_BPD):
+            del at
 
             def attend(q_BPHK, k_BPGK, v_BPGK, *latent, **sinks):
                 # Padding comes after the prompt, where causal attention does not look; its keys in
@@ -204,15 +208,17 @@ class CausalDecoder:
                 kept = latent or (k_BPGK, v_BPGK)
                 return out_BPHK, tuple(_cached(x, self.config.heads) for x in kept)
 
-            return self._layer(layer_params, l, x_BPD, None, attend)
+            attend = Past(count_B=lengths_B) if form.delta else attend
+            return self._layer(form, layer_params, l, x_BPD, None, attend)
 
         x_BPD = decoder.embed(self.config, params, {"tokens": tokens_BP})
-        x_BPD, kept_LBPGK = scan_layers(layer, x_BPD, params["blocks"], self._before(params))
+        x_BPD, (kept_LBPGK, recurrent) = self._scan(layer, params, x_BPD)
         room = cache_length(tokens_BP.shape[1] + room) - tokens_BP.shape[1]
         padding = ((0, 0), (0, 0), (0, 0), (0, room), (0, 0))
         kept = (pin_cache(jnp.pad(x.transpose(0, 1, 3, 2, 4), padding)) for x in kept_LBPGK)
         k, v, *routes = kept
-        return self._logits(params, x_BPD, lengths_B), Cache(k, v, None, *routes)
+        cache = Cache(k, v, None, *routes, recurrent=_pin_recurrent(recurrent))
+        return self._logits(params, x_BPD, lengths_B), cache
 
     def extend(self, params, cache, tokens_BC, start_B, count_B):
         x_BCD, cache = self._extended(params, cache, tokens_BC, start_B, count_B)
@@ -230,14 +236,57 @@ class CausalDecoder:
     def _extended(self, params, cache, tokens_BC, start_B, count_B):
         positions_BC = start_B[:, None] + jnp.arange(tokens_BC.shape[1])
 
-        def layer(layer_params, l, x_BCD, attend):
-            return self._layer(layer_params, l, x_BCD, positions_BC, self._attends(attend))
+        def layer(form, layer_params, l, at, x_BCD):
+            if form.delta:
+                ends_LBWF, states_LBHKV = cache.recurrent
+                past = Past(None, ends_LBWF[at], states_LBHKV[at], count_B)
+                return self._layer(form, layer_params, l, x_BCD, positions_BC, past)
+            attend = functools.partial(attending.step_attention, self.config.block, l)
+            attend = self._attends(_attend_and_keep(attend, cache, at, start_B))
+            return self._layer(form, layer_params, l, x_BCD, positions_BC, attend)
 
         batch = {"tokens": tokens_BC, "positions": positions_BC}
         x_BCD = decoder.embed(self.config, params, batch)
-        attend = functools.partial(attending.step_attention, self.config.block)
-        before = self._before(params)
-        return _read(params["blocks"], cache, x_BCD, start_B, count_B, layer, attend, before)
+        x_BCD, (new_LBGCK, recurrent) = self._scan(layer, params, x_BCD)
+        cache = cache.written(new_LBGCK, start_B, count_B)
+        if recurrent is not None:
+            cache = dataclasses.replace(cache, recurrent=_pin_recurrent(recurrent))
+        return x_BCD, cache
+
+    def _scan(self, layer: Callable, params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        """Applies ``layer(form, layer_params, l, at, x) -> (x, kept)`` to all layers, where ``at``
+        counts those of one kind; returns what they keep: those of attention, and the others."""
+        group = group_of(self.config)
+        if not any(form.delta for form in group):
+
+            def step(x, params_and_index):
+                return layer(group[0], *params_and_index, params_and_index[1], x)
+
+            x, kept = scan_layers(step, x, params["blocks"], self._before(params))
+            return x, (kept, None)
+
+        def step(x, params_and_index):
+            unit, g = params_and_index
+            kept = [], []
+            for i, form in enumerate(group):
+                own = unit[str(i)] if len(group) > 1 else unit
+                at = g * sum(each.delta == form.delta for each in group) + len(kept[form.delta])
+                x, new = layer(form, own, g * len(group) + i, at, x)
+                kept[form.delta].append(new)
+            return x, kept
+
+        x, kept = scan_layers(step, x, params["blocks"], ())
+        # What layers of one place in the group keep, [groups, ...], in the order of all layers.
+        attended, recurrent = (
+            jax.tree.map(lambda *y: jnp.stack(y, 1).reshape(-1, *y[0].shape[1:]), *each)
+            for each in (kept[0] or [self._none(x)], kept[1])
+        )
+        return x, (attended, tuple(recurrent))
+
+    def _none(self, x_BCD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of no layer."""
+        B, C, _ = x_BCD.shape
+        return tuple(jnp.zeros((0, B, C, G, K), x_BCD.dtype) for G, K in self.config.block.cached)
 
     def _attends(self, attend: attending.Attend) -> attending.Attend | attending.Absorbed:
         """What its layers attend to a cache with."""
@@ -247,12 +296,16 @@ class CausalDecoder:
         """The parameters of the layers before the stack."""
         return [params["dense"][str(l)] for l in range(before_stack(self.config))]
 
-    def _layer(self, layer_params, l, x_BCD, positions_BC, attend):
-        form, path = self.config.block, "blocks"
+    def _layer(self, form, layer_params, l, x_BCD, positions_BC, attend):
+        path, group = "blocks", group_of(self.config)
         if isinstance(l, int):  # before the stack
             form, path = self.config.dense_block, f"dense/{l}"
+        elif len(group) > 1:
+            path = f"blocks/{next(i for i, each in enumerate(group) if each is form)}"
         block = layers.apply(layers.Block, form, gather(layer_params, path))
-        angles = attending.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
+        angles = None
+        if not form.delta:
+            angles = attending.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
         x_BCD, kept, routes = block(x_BCD, angles, attend)
         if not self.record:
             return x_BCD, kept
@@ -349,6 +402,15 @@ class SourceDecoder:
         return encoder_decoder.head_logits(self.config, params, last_B1D)[:, 0], cache
 
 
+def check_pages(config: DecoderConfig) -> None:
+    """Raises ValueError for a model that keeps more of a row than keys and values in pages."""
+    if any(deltas_of(config)):
+        raise ValueError(
+            f"delta_pattern={config.delta_pattern} gives layers the gated delta rule, whose state "
+            "of a row no page of keys holds: generate with it, or serve a model without"
+        )
+
+
 def pin_cache(x: jax.Array) -> jax.Array:
     """A leaf of a cache, split by rows and heads."""
     heads = "heads" if x.ndim > 2 and x.shape[2] > 1 else None  # routes have one for all
@@ -373,34 +435,46 @@ def _read(
     count_B: jax.Array,
     layer: Callable,
     attend: Callable,
-    before: Sequence[Any] = (),
 ) -> tuple[jax.Array, Cache | Pages]:
     """Applies a stack's layers, each of which attends to its own positions and to the cache.
 
     Args:
-      before: the parameters of layers before the stack.
       layer: ``(layer_params, l, x_BCD, attend) -> (x_BCD, new keys and values)``.
       attend: ``(l, q_BCHK, k_BGCK, v_BGCK, start_B, tiles) -> out_BCHK``; sinks by name.
     """
 
     def step(x_BCD, params_and_index):
         layer_params, l = params_and_index
+        of_layer = _attend_and_keep(functools.partial(attend, l), cache, l, start_B)
+        return layer(layer_params, l, x_BCD, of_layer)
 
-        def attend_and_keep(q_BCHK, *new, **sinks):
-            heads, dtype = q_BCHK.shape[2], cache.k.dtype
-            new = [_cached(x, heads).swapaxes(1, 2).astype(dtype) for x in new]
-            kept, seen = new, new
-            if isinstance(
-                cache.k, Rounded
-            ):  # A position reads of its own chunk what later ones do.
-                kept = [Rounded.of(x) for x in new]
-                seen = [x[:] for x in kept]
-            return attend(l, q_BCHK, *seen, start_B, cache.tiles(l), **sinks), kept
-
-        return layer(layer_params, l, x_BCD, attend_and_keep)
-
-    x_BCD, new_LBGCK = scan_layers(step, x_BCD, stack, before)
+    x_BCD, new_LBGCK = scan_layers(step, x_BCD, stack, ())
     return x_BCD, cache.written(new_LBGCK, start_B, count_B)
+
+
+def _attend_and_keep(
+    attend: Callable, cache: Cache | Pages, at: jax.Array, start_B: jax.Array
+) -> attending.Attend:
+    """``attend(q_BCHK, k_BGCK, v_BGCK, start_B, tiles)`` of a chunk to itself and to row ``at`` of
+    a cache; hands back what is to be kept of the chunk."""
+
+    def attend_and_keep(q_BCHK, *new, **sinks):
+        heads, dtype = q_BCHK.shape[2], cache.k.dtype
+        new = [_cached(x, heads).swapaxes(1, 2).astype(dtype) for x in new]
+        kept, seen = new, new
+        if isinstance(cache.k, Rounded):  # A position reads of its own chunk what later ones do.
+            kept = [Rounded.of(x) for x in new]
+            seen = [x[:] for x in kept]
+        return attend(q_BCHK, *seen, start_B, cache.tiles(at), **sinks), kept
+
+    return attend_and_keep
+
+
+def _pin_recurrent(recurrent: tuple[jax.Array, jax.Array] | None) -> Any:
+    """States split by rows and heads, and inputs of a convolution by rows and features."""
+    if recurrent is None:
+        return None
+    return constrain(recurrent[0], None, "batch", None, "heads"), pin_cache(recurrent[1])
 
 
 def scan_layers(

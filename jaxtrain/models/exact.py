@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.models import attending, decoder
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder, Pages, scan_layers
+from jaxtrain.models.decoding import CausalDecoder, Pages, check_pages, scan_layers
 from jaxtrain.ops.cached import Tiles
 from jaxtrain.ops.per_device import not_taken_over, split_over
 
@@ -132,8 +132,8 @@ class ExactDecoder(CausalDecoder):
                 given = q_N1HK, *own, at_N, tiles
                 return attending.step_attention(self.config.block, l, *given, **sinks), kept
 
-            attend = self._attends(attend)
-            x_N1D, pages = self._layer(layer_params, l, x_N1D, at_N[:, None], attend)
+            attend, form = self._attends(attend), self.config.block
+            x_N1D, pages = self._layer(form, layer_params, l, x_N1D, at_N[:, None], attend)
             return (x_N1D, *pages), None
 
         batch = {"tokens": tokens_N[:, None], "positions": at_N[:, None]}
@@ -179,13 +179,14 @@ def log_probs(config: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
 
 
 def check_form(config: Any) -> None:
-    """Raises ValueError for a model that is no decoder."""
+    """Raises ValueError for a model that is no decoder, or keeps more of a row than keys."""
     if not isinstance(config, DecoderConfig):
         form = type(config).__name__.removesuffix("Config").lower()
         raise ValueError(
             f"a model of the form {form} has no exact log-probabilities: give a decoder, whose "
             "tokens alone are read in one order of sums"
         )
+    check_pages(config)
 
 
 def check_mesh(shape: Mapping[str, int]) -> None:

@@ -106,9 +106,14 @@ def upcycled(params: Mapping[str, Any], count: int) -> dict[str, Any]:
         x = np.asarray(x)[:, None]  # of which each expert is a view
         return np.broadcast_to(x, (len(x), count, *x.shape[2:]))
 
-    blocks = dict(params["blocks"])
-    blocks["experts"] = jax.tree.map(repeated, blocks.pop("mlp"))
-    return dict(params) | {"blocks": blocks}
+    def grown(layer: Mapping[str, Any]) -> dict[str, Any]:
+        if "mlp" not in layer:  # layers of several kinds, by their numbers
+            return {number: grown(each) for number, each in layer.items()}
+        layer = dict(layer)
+        layer["experts"] = jax.tree.map(repeated, layer.pop("mlp"))
+        return layer
+
+    return dict(params) | {"blocks": grown(params["blocks"])}
 
 
 def opened(config: Any, x_BTD: jax.Array, *, record: bool = False) -> Any:

@@ -33,7 +33,14 @@ from jax.sharding import Mesh
 from jaxtrain.models.beams import Beams, search, take_rows
 from jaxtrain.models.config import before_stack
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import Cache, CausalDecoder, Decoder, decoder_of, pin_cache
+from jaxtrain.models.decoding import (
+    Cache,
+    CausalDecoder,
+    Decoder,
+    check_pages,
+    decoder_of,
+    pin_cache,
+)
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.sampling import Draws, Own, Sampling, draw, make_sampling
 from jaxtrain.sharding.placement import gather
@@ -153,6 +160,7 @@ def generate_with_routes(
     """
     if getattr(config, "experts", None) is None:
         raise ValueError("the model has no experts, whose routes could be recorded: use generate")
+    check_pages(config)  # routes are recorded beside keys
     batch = prompts(config, prompt_tokens, max_new_tokens=max_new_tokens, **given)
     form = _Form(CausalDecoder(config, record=True), max_new_tokens)
     return _draw_with_routes(form, Weights(params), batch)
@@ -360,8 +368,9 @@ def _next(form: _Form, params: Any, batch: Prompts, step: jax.Array, rows: Any, 
     """Reads the last token of each row, and chooses the next one."""
     own, choose = _choice(form, batch)
     if rows.parents is not None:
-        kept = (take_rows(x, rows.parents, axis=1) for x in (cache.k, cache.v))
-        cache = Cache(*map(pin_cache, kept), cache.source)
+        kept = {"k": cache.k, "v": cache.v, "recurrent": cache.recurrent}
+        take = lambda x: pin_cache(take_rows(x, rows.parents, axis=1))  # noqa: E731
+        cache = dataclasses.replace(cache, **jax.tree.map(take, kept))
     start_B, one_B = own.lengths_B + step - 1, jnp.ones_like(own.lengths_B)
     logits_BV, cache = form.decoder.extend(params, cache, rows.chosen[:, None], start_B, one_B)
     return _Now(step + 1, choose(step, logits_BV, rows), cache)

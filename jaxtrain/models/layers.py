@@ -28,10 +28,17 @@ from jaxtrain.models.attending import (
     row_angles,
     row_attention,
 )
-from jaxtrain.models.config import BlockConfig, TokenFields, before_stack
+from jaxtrain.models.config import (
+    BlockConfig,
+    TokenFields,
+    before_stack,
+    group_of,
+    stacked_layers,
+)
+from jaxtrain.models.delta_net import DeltaNet, Past
 from jaxtrain.models.experts import Experts, hidden_states, opened, with_routes
 from jaxtrain.models.parts import MLP, Dense, Norm, dense, fold, normal
-from jaxtrain.ops.linear import matmul_float32
+from jaxtrain.ops.linear import matmul, matmul_float32
 from jaxtrain.ops.lookup import embed_lookup
 from jaxtrain.ops.losses import cross_entropy
 from jaxtrain.ops.numerics import drop
@@ -59,10 +66,13 @@ def draw(
     """Returns the parameters of a model of one stack: ``embed``, ``blocks`` and, where it has them,
     ``final_norm`` and ``head``, of the modules that are given."""
     rng_embed, rng_blocks, rng_head = jax.random.split(rng, 3)
-    params = {
-        "embed": pure(embed, config, rng_embed),
-        "blocks": stacked(Block, config.block, config.layers - before_stack(config), rng_blocks),
-    }
+    (first, *others), count = group_of(config), stacked_layers(config)
+    blocks = stacked(Block, first, count, rng_blocks)
+    if others:
+        rngs = (fold(rng_blocks, i) for i in range(len(others)))
+        drawn = map(functools.partial(stacked, Block), others, [count] * len(others), rngs)
+        blocks = {str(i): layer for i, layer in enumerate((blocks, *drawn))}
+    params = {"embed": pure(embed, config, rng_embed), "blocks": blocks}
     if before := before_stack(config):
         rngs = (fold(rng_blocks, config.layers + l) for l in range(before))
         drawn = enumerate(pure(Block, config.dense_block, rng) for rng in rngs)
@@ -121,16 +131,21 @@ def stages(config: Any, *, embed: Callable, head_loss: Callable, **parts: Any) -
       parts: other fields; left out, one stack of layers in which rows attend to themselves.
     """
 
-    before = before_stack(config)
+    before, group = before_stack(config), group_of(config)
 
     def packing(batch):
         return {f"{name}_BT": batch.get(name) for name in ("segments", "positions")}
 
     def layer(layer_params, shared, x, batch, rng, index):
         routes = batch.get("routes")
-        routes_BTJ = None if routes is None else routes[:, index]
-        how = {"routes_BTJ": routes_BTJ, "before": before, "rng": rng, "index": index}
-        return block(config.block, layer_params, x, **packing(batch), **how)
+        for i, form in enumerate(group):
+            own, key, l = layer_params, rng, index
+            if len(group) > 1:  # Behind the three keys that a layer folds in.
+                own, key, l = layer_params[str(i)], fold(rng, 3 + i), index * len(group) + i
+            routes_BTJ = None if routes is None else routes[:, l]
+            how = {"routes_BTJ": routes_BTJ, "before": before, "rng": key, "index": l}
+            x = block(form, own, x, **packing(batch), **how)
+        return x
 
     def enter(params, batch, rng):
         x_BTD = embed(config, params, batch, rng)
@@ -190,7 +205,11 @@ def block(
 
     x, x_BTD, number = x_BTD, hidden_states(x_BTD), before + index
     check_length(x_BTD.shape[1])
-    angles = row_angles(config, number, positions_BT, x_BTD.shape[1])
+    angles = None
+    if config.delta:
+        attend = Past(segments_BT)
+    else:
+        angles = row_angles(config, number, positions_BT, x_BTD.shape[1])
     choose = functools.partial(
         route,
         live_BT=None if segments_BT is None else segments_BT > 0,
@@ -245,13 +264,15 @@ class Embed(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then MLP or experts, each added to the residual stream."""
+    """One layer: attention (or linear attention), then MLP or experts, each added to the residual
+    stream."""
 
     def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs) -> None:
         self.dropout, self.norm_position = config.dropout, config.norm_position
         self.first_norm = config.first_norm
         self.norm_attn = Norm(config)
         attention = Attention if config.kv_rank is None else LatentAttention
+        attention = DeltaNet if config.delta else attention
         self.attn = attention(config, rngs=rngs)
         self.norm_mlp = Norm(config)
         self.experts = None if config.experts is None else Experts(config, rngs=rngs)
@@ -260,6 +281,8 @@ class Block(nnx.Module):
             self.mlp = MLP(wide_mlp, rngs=rngs)
         else:
             self.mlp = None
+        gated = config.shared_gate
+        self.shared_gate = dense(config.width, 1, rngs, bias=False) if gated else None
         sandwich = config.norm_position == "sandwich"
         self.norm_attn_out = Norm(config) if sandwich else None
         self.norm_mlp_out = Norm(config) if sandwich else None
@@ -278,7 +301,13 @@ class Block(nnx.Module):
             if self.experts is None:
                 return self.mlp(x_BTD), None
             y_BTD, routes = self.experts(x_BTD, choose)
-            return y_BTD if self.mlp is None else y_BTD + self.mlp(x_BTD), routes
+            if self.mlp is None:
+                return y_BTD, routes
+            shared_BTD = self.mlp(x_BTD)
+            if self.shared_gate is not None:
+                gate_BT1 = matmul(x_BTD, self.shared_gate.kernel.get_value())
+                shared_BTD *= jax.nn.sigmoid(gate_BT1)
+            return y_BTD + shared_BTD, routes
 
         attn = functools.partial(self.attn, angles=angles, attend=attend)
         norm = self.norm_attn

@@ -97,9 +97,10 @@ def factors(
             f"the optimizer is {rule!r}: muP is here for rules whose updates do not depend on the "
             f"size of gradients or parameters; use one of {', '.join(RULES)}, or no muP"
         )
-    if config.embed_scale or config.head != "tokens" or config.kv_rank is not None:
+    other = config.kv_rank is not None or any(config.delta_pattern) or config.out_gate
+    if config.embed_scale or config.head != "tokens" or other:
         has = "multiplies its embeddings by sqrt(width)" if config.embed_scale else "gives a score"
-        has = "has latent attention" if config.kv_rank is not None else has
+        has = "has latent, gated or linear attention" if other else has
         raise ValueError(f"the model {has}: muP has no rates for that; train it without")
     shapes, others = (
         named_leaves(jax.eval_shape(functools.partial(decoder.init, each), jax.random.key(0)))

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder
+from jaxtrain.models.decoding import CausalDecoder, check_pages
 from jaxtrain.models.exact import TILE, ExactDecoder, check_mesh
 from jaxtrain.models.sampling import History, RowSampling
 from jaxtrain.ops.cached import Rounded
@@ -527,6 +527,7 @@ def cache_shapes(
     model: DecoderConfig, dtype: Any, pages: int, page: int, mesh: Mesh | None, kind: str | None
 ) -> Any:
     """Shapes of the keys and of the values of so many pages, and where they lie."""
+    check_pages(model)
     place = None
     if mesh is not None:
         parts = PartitionSpec(None, None, "tensor" if mesh.shape["tensor"] > 1 else None)

@@ -35,6 +35,7 @@ FORMS = {"gpt2": GPT2, "llama": LLAMA}
 FORMS_APART = {
     "dropped weights": dataclasses.replace(GPT2, attention_dropout=0.3),
     "shared key heads": dataclasses.replace(LLAMA, kv_heads=2),
+    "linear": dataclasses.replace(LLAMA, delta_pattern=(True, False), out_gate=True),
     "windows": dataclasses.replace(LLAMA, kv_heads=1, window=5, window_pattern=(True, False)),
 }
 

@@ -51,6 +51,11 @@ DEEPSEEK |= dict(v_head_dim=6, n_routed_experts=8, n_shared_experts=2, num_exper
 DEEPSEEK |= dict(moe_intermediate_size=20, n_group=4, topk_group=2, routed_scaling_factor=1.5)
 DEEPSEEK |= dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0))
 
+QWEN3_NEXT = SIZES | dict(num_hidden_layers=4, head_dim=16, num_experts=5, num_experts_per_tok=3)
+QWEN3_NEXT |= dict(moe_intermediate_size=20, shared_expert_intermediate_size=20)
+QWEN3_NEXT |= dict(linear_num_key_heads=2, linear_num_value_heads=4)
+QWEN3_NEXT |= dict(linear_key_head_dim=8, linear_value_head_dim=6)
+
 # By name: the model type and its fields. The first six are in the everyday tests.
 MODELS = {
     "gpt2": ("gpt2", GPT2),
@@ -125,6 +130,13 @@ MODELS = {
         | dict(rope_parameters=None, rope_interleave=False, first_k_dense_replace=0)
         | dict(n_group=1, topk_group=1, num_hidden_layers=2, v_head_dim=12),
     ),
+    "qwen3 next": ("qwen3_next", QWEN3_NEXT),
+    "qwen3 next, other layers": (
+        "qwen3_next",
+        QWEN3_NEXT
+        | dict(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
+        | dict(linear_conv_kernel_dim=3, shared_expert_intermediate_size=40),
+    ),
     "qwen3, yarn": ("qwen3", SIZES | dict(head_dim=16, rope_parameters=YARN)),
     "llama, yarn, no whole pairs": (
         "llama",
@@ -152,6 +164,8 @@ def save(name, folder, *, dtype="float32", **options):
     kind, fields = MODELS[name]
     # Gemma's norms multiply by one more than they have.
     one = lambda path, x: x.ndim == 1 and "bias" not in path and "gemma" not in kind  # noqa: E731
+    if kind == "qwen3_next":  # whose gated norm alone is not
+        one = lambda path, x: path.endswith("linear_attn.norm.weight")  # noqa: E731
     model = random_model("AutoModelForCausalLM", kind, fields, one)
     model.to(getattr(torch, dtype)).save_pretrained(folder, **options)
     return folder

@@ -13,7 +13,10 @@ from tests.hf import models
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [*("gpt2", "llama", "qwen3", "gemma2", "gemma3", "mixtral", "olmoe"), "deepseek v3", "gpt oss"],
+    [
+        *("gpt2", "llama", "qwen3", "gemma2", "gemma3", "mixtral", "olmoe"),
+        *("deepseek v3", "gpt oss", "qwen3 next"),
+    ],
 )
 @pytest.mark.parametrize(("penalty", "beams"), [(1.0, 1), (1.6, 1), (1.6, 3)])
 def test_tokens_are_those_that_transformers_generates(name, penalty, beams, tmp_path):

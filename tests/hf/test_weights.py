@@ -105,7 +105,7 @@ def test_a_trained_step_comes_back(name, folder_of, tmp_path):
         *(
             pytest.param(n, marks=pytest.mark.slow)
             for n in MODELS
-            if n[:6] in ("gemma3", "deepse", "gpt os")
+            if n[:6] in ("gemma3", "deepse", "gpt os") or "next" in n
         ),
     ],
 )
@@ -133,7 +133,8 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(name, folder_of):
             theirs = theirs[..., row.part[0] :: row.part[1]] if row.strided else theirs
             whole = dataclasses.replace(row, strided=False)
             ours = assemble([whole], [layer], config.vocab_size)
-            bound = 1e-4 * np.abs(theirs).max()
+            # Of linear attention both are as far from the gradients in float64.
+            bound = (5e-4 if "next" in name else 1e-4) * np.abs(theirs).max()
             np.testing.assert_allclose(ours, theirs, atol=bound, err_msg=their_name)
 
 

@@ -128,7 +128,10 @@ def test_a_bfloat16_bias_s_gradient_is_rounded_once():
         ({"local_rope_theta": 1e4}, "needs a window and rotary positions: set both"),
         ({"mlp": "tanh"}, "mlp='tanh' is not one of gelu, gelu_exact, relu, swiglu"),
         ({"causal": 1}, "causal=1 must be true or false"),
-        ({"rope_dim": 4}, "rope_dim=4 is of latent attention, and kv_rank=None"),
+        ({"rope_dim": 4}, "rope_dim=4 is not below head_dim=4: leave it out"),
+        ({"q_rank": 4}, "q_rank=4 is of latent attention, and kv_rank=None"),
+        ({"delta_heads": 4, "delta_key_heads": 3}, "delta_heads=4 is not divisible by delta_key_h"),
+        ({"shared_gate": True}, "shared_gate=True is of shared_experts, which are None"),
         ({"kv_rank": 8, "rope_dim": 4}, "kv_rank=8 is latent attention: it needs rotary"),
     ],
 )
