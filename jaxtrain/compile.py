@@ -26,7 +26,7 @@ from jaxtrain.decisions import Kind, Why, describe
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import cache_folder, delete_oldest
 from jaxtrain.jaxprs import equations, products_in
-from jaxtrain.precision import OPTIMIZER, PrecisionWarning
+from jaxtrain.precision import OPTIMIZER, WIDE, PrecisionWarning
 from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.mesh import platform as device_platform
 from jaxtrain.sharding.offload import is_on_host
@@ -337,7 +337,7 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
 
 def _check_products(jaxpr: Any, batch: PyTree) -> list[Check]:
     """Names the float32 products of a program that computes in bfloat16 or float16 besides."""
-    count, lines, reduced = products_in(jaxpr, outside=OPTIMIZER)
+    count, lines, reduced = products_in(jaxpr, outside=(OPTIMIZER, WIDE))
     if not reduced:
         return []
     name = f"{len(lines)} of {count} products in float32"

@@ -1,6 +1,7 @@
 """Traced programs: their equations, and the dtypes of their products."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,8 +26,8 @@ def float32_products(function: Callable[..., Any], *args: Any) -> list[str]:
     return products_in(jax.make_jaxpr(function)(*args).jaxpr)[1]
 
 
-def products_in(jaxpr: Any, *, outside: str | None = None) -> tuple[int, list[str], bool]:
-    """Counts the products of a traced program, leaving out a named scope.
+def products_in(jaxpr: Any, *, outside: Sequence[str] = ()) -> tuple[int, list[str], bool]:
+    """Counts the products of a traced program, leaving out named scopes.
 
     Returns:
       How many there are, those with a float32 operand as :func:`float32_products` lists them, and
@@ -57,16 +58,17 @@ def _where(eqn: Any) -> str:
     return ""
 
 
-def equations(jaxpr: Any, *, but: str | None = None, outside: str | None = None) -> Iterator[Any]:
+def equations(jaxpr: Any, *, but: str | None = None, outside: Sequence[str] = ()) -> Iterator[Any]:
     """Yields the equations of a jaxpr and of its nested jaxprs, except those of Pallas kernels.
 
     Args:
       jaxpr: where to look.
       but: the name of a primitive, or of a jitted function, that is not looked into either.
-      outside: a named scope, whose equations are left out.
+      outside: named scopes, whose equations, and those of their gradients, are left out.
     """
     for eqn in jaxpr.eqns:
-        if outside and outside in str(eqn.source_info.name_stack).split("/"):
+        scopes = outside and re.findall(r"\w+", str(eqn.source_info.name_stack))
+        if scopes and not set(outside).isdisjoint(scopes):
             continue
         yield eqn
         name = eqn.primitive.name

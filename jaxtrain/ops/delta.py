@@ -24,12 +24,14 @@ import jax.numpy as jnp
 
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.per_device import split_over
+from jaxtrain.precision import WIDE
 from jaxtrain.sharding.placement import constrain
 
 # Decays are sums of logarithms, whose terms no product may round to bfloat16.
 EXACT = jax.lax.Precision.HIGHEST
 
 
+@jax.named_scope(WIDE)
 def gated_delta_rule(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,

@@ -4,6 +4,7 @@ import re
 
 from jaxtrain.ops.attention import BRANCH_SHARES
 from jaxtrain.ops.grouped import TRIPS
+from jaxtrain.precision import WIDE
 
 # Passes of a gradient; what belongs to none has no name.
 FORWARD, RECOMPUTED, BACKWARD = "forward", "recomputed", "backward"
@@ -11,7 +12,7 @@ FORWARD, RECOMPUTED, BACKWARD = "forward", "recomputed", "backward"
 # What stands in an operation's path and is no name of a part.
 STRUCTURE = re.compile(
     rf"while|scan|body|cond|branch_\d+_fun|{BRANCH_SHARES}.*|{TRIPS}\d+|(core|closed|xla)_call|eval_jaxpr"
-    r"|pjit|shard_map|checkpoint|remat\d?|rematted_computation"
+    rf"|pjit|shard_map|checkpoint|remat\d?|rematted_computation|{WIDE}"
     r"|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*"
     # XLA gives some operations the Python function that made them: _Device.microbatch.
     r"|.*<locals>.*|_\w*\.\w+|"
