@@ -52,7 +52,8 @@ class Local:
     every: int = 50
     """Steps from one meeting of the replicas to the next; they meet after the last step too."""
     after: int = 0
-    """Steps in the beginning after each of which replicas meet (post-local SGD)."""
+    """Number of first steps that replicas meet after each of, before they meet after every so many
+    (post-local SGD)."""
     outer: Outer = "average"
     """Optimizer of the mean displacement: average takes the mean of the replicas, nesterov is
     DiLoCo's, adam and yogi are FedOpt's."""
@@ -69,6 +70,17 @@ class Local:
 
     def __post_init__(self) -> None:
         check_least(self, replicas=1, every=1, after=0, fragments=1, proximal=0)
+        typed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        if typed and self.replicas is None:
+            name, value = typed[0].name, getattr(self, typed[0].name)
+            raise ValueError(
+                f"`local.{name}` is {value} and there are no replicas: give `local.replicas` too"
+            )
+        if self.outer != "nesterov" and "momentum" in {f.name for f in typed}:
+            raise ValueError(
+                f"`local.momentum` is {self.momentum} and `local.outer` {self.outer}, which has "
+                "none: give nesterov, or leave it out"
+            )
         if self.outer == "average" and self.rate is not None:
             raise ValueError(
                 f"`local.rate` is {self.rate} and `local.outer` average, which has no rate: give "

@@ -234,6 +234,8 @@ def test_the_mesh_changes_nothing(axes):
         ({"replicas": 4, "rate": 0.1}, {}, "average, which has no rate"),
         ({"replicas": 4, "every": 2, "fragments": 3}, {}, "`local.fragments` is 3"),
         ({"replicas": 0}, {}, "replicas"),
+        ({"every": 10}, {}, "there are no replicas"),
+        ({"replicas": 4, "outer": "sgd", "momentum": 0.5}, {}, "which has none"),
     ],
 )
 def test_what_cannot_be_is_said(given, layout, why):
