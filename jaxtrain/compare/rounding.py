@@ -24,7 +24,7 @@ from jaxtrain.tree import PyTree, is_count, named_leaves
 def gradients(experiment: Experiment, state: Any) -> Callable[[Policy, PyTree], dict[str, Any]]:
     """Returns ``(policy, batch) -> gradients by path``, float32, of a state's parameters, as a step
     of that policy has them before they are divided by the batch's weight."""
-    laid, still = experiment.laid, frozen(state.opt_state)
+    laid, still = experiment.laid, frozen((state.opt_state, state.method))
     loss_fn = normalize_loss(laid.loss_fn, laid.has_model_state)
 
     def of(policy: Policy, params: PyTree, *rest: PyTree) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class View:
     def __init__(self, experiment: Experiment, count: int):
         self.experiment, self.mesh = experiment, make_experiment_mesh(experiment)
         self.abstract = make_abstract_state(experiment, self.mesh)
-        self.frozen = frozen(self.abstract.opt_state)
+        self.frozen = frozen((self.abstract.opt_state, self.abstract.method))
         opened = experiment.data.eval_sets.get(experiment.deciding_set) or (lambda _: ())
         self.batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))
         if not self.batches:

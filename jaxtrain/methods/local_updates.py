@@ -69,7 +69,7 @@ class Local:
     """Strength of a pull of each replica towards where it last met the others (FedProx)."""
 
     def __post_init__(self) -> None:
-        check_least(self, replicas=1, every=1, after=0, fragments=1, proximal=0)
+        check_least(self, replicas=1, every=1, after=0, fragments=1, proximal=0, rate=0, momentum=0)
         typed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         if typed and self.replicas is None:
             name, value = typed[0].name, getattr(self, typed[0].name)
@@ -137,9 +137,17 @@ def local_updates(experiment: Any, local: Local) -> Any:
         )
     R, outer = local.replicas, local.outer_optimizer()
     rows = {x.shape[0] for x in jax.tree.leaves(experiment.data.batch) if x.shape}
-    if left := [n for n in sorted(rows) if n % R]:
+    if len(rows) > 1:
         raise ValueError(
-            f"`local.replicas` is {R} and a batch has {left[0]} rows: give a multiple of {R} rows"
+            f"`local.replicas` is {R} and leaves of a batch have {min(rows)} and {max(rows)} rows: "
+            "each must have as many, or be a scalar; repeat it for every row, or let the loss "
+            "function close over it"
+        )
+    cuts = R * experiment.layout.microbatches(experiment.layout.mesh.pipe)
+    if left := [n for n in rows if n % cuts]:
+        raise ValueError(
+            f"`local.replicas` is {R} and a batch has {left[0]} rows, which they share and take in "
+            f"{cuts // R} microbatches: give a multiple of {cuts} rows"
         )
 
     def start(state: TrainState) -> TrainState:
@@ -251,7 +259,7 @@ def _meet(
     kept, members = dict(state.method), state.method["members"]
     weight_R = kept["weight"][:, number]
     total, R = weight_R.sum(), len(weight_R)
-    share_R = jnp.where(total > 0, weight_R / jnp.where(total > 0, total, 1.0), 1.0 / R)
+    share_R = jnp.where(total != 0, weight_R / jnp.where(total != 0, total, 1.0), 1.0 / R)
 
     def mean(x: jax.Array) -> jax.Array:
         return (x * share_R.reshape(R, *[1] * (x.ndim - 1)).astype(x.dtype)).sum(0)
@@ -281,11 +289,11 @@ def _joined(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     R, total = len(weight_R), weight_R.sum()
     if R == 1:
         return at(metrics, 0)
-    share_R = jnp.where(total > 0, weight_R / jnp.where(total > 0, total, 1.0), 1.0 / R)
+    share_R = jnp.where(total != 0, weight_R / jnp.where(total != 0, total, 1.0), 1.0 / R)
 
     def mean(x: jax.Array) -> jax.Array:
         share = share_R.reshape(R, *[1] * (x.ndim - 1))
-        return (jnp.where(share > 0, x, 0.0) * share).sum(0)
+        return (jnp.where(share != 0, x, 0.0) * share).sum(0)
 
     sums = {name: metrics[name].sum(0) for name in ("weight", "skipped")}
     return {name: mean(x) for name, x in metrics.items()} | sums
@@ -316,9 +324,12 @@ def _proximal(optimizer: Any, strength: float) -> Any:
     inner = optax.with_extra_args_support(optimizer)
 
     def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
-        pull = lambda g, p, a: g + strength * (p - a).astype(g.dtype)  # noqa: E731
-        return inner.update(
-            jax.tree.map(pull, grads, params, _anchor.get()), state, params, **extra
-        )
+        now, then = named_leaves(params), named_leaves(_anchor.get())
+
+        def pull(name: str, g: jax.Array) -> jax.Array:
+            return g + strength * (now[name] - then[name]).astype(g.dtype)
+
+        # What a mask leaves out of the gradients has no leaf there.
+        return inner.update(map_named(pull, grads), state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

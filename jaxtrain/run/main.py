@@ -184,6 +184,13 @@ class Config:
         policy = dataclasses.replace(policy, count_rounding=self.count_rounding)
         ours = {"steps": self.steps, "layout": self.layout, "policy": policy, "seed": self.seed}
         ours |= {"items_per_step": self.global_batch, "item": "rows"}
+        every = self.run.eval_every
+        if self.run.early_stop_patience and self.local.replicas and every % self.local.every:
+            raise ValueError(
+                f"`eval_every` is {every} and replicas meet after every {self.local.every} steps, "
+                "between which what is evaluated stays as it is, so that `early_stop_patience` "
+                f"would stop the run: give a multiple of {self.local.every}"
+            )
         made = Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
         return local_updates(made, self.local)
 

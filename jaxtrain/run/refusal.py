@@ -21,7 +21,7 @@ from typing import Any
 from jaxtrain.host import exit_codes, storage
 
 # A sentence has its arguments in backticks, and nothing else that is one word.
-_ARGUMENT = re.compile(r"`(\w+?)(=False)?`")
+_ARGUMENT = re.compile(r"`([\w.]+?)(=False)?`")
 
 # What other programs call a flag, by that flag; tyro itself suggests what is spelled alike.
 _ELSEWHERE = {
@@ -159,12 +159,13 @@ def with_flags(text: str, *config_types: type) -> str:
     ...     resume: bool = True
     >>> with_flags("`resume` needs `run_dir`, not metric run_dir", Config)
     '--resume needs --run-dir, not metric run_dir'
-    >>> with_flags("`clip_norm` is 0; `resume=False`", Config)
-    '--optimizer.clip-norm is 0; --no-resume'
+    >>> with_flags("`optimizer.clip_norm` or `clip_norm` is 0; `resume=False`", Config)
+    '--optimizer.clip-norm or --optimizer.clip-norm is 0; --no-resume'
     """
     flags = {}
     for kind in config_types:  # where two fields have one name, it is the outer one's
         found = sorted(all_flags(kind), key=lambda each: each[0])
+        flags |= {flag.replace("-", "_"): flag for *_, flag in found}
         flags |= {name: flag for _, name, _, flag in reversed(found)}
 
     def flag(found: re.Match[str]) -> str:

@@ -103,7 +103,10 @@ def measure(
     abstract = build.make_abstract_state(experiment, mesh)
     given = {"has_model_state": laid.has_model_state, "gather": laid.gather, "engine": plain}
     given |= {"policy": "f32", "accumulate": experiment.layout.accumulate}
-    engine, still = build_engine(laid.loss_fn, **given), frozen(abstract.opt_state)
+    engine, still = (
+        build_engine(laid.loss_fn, **given),
+        frozen((abstract.opt_state, abstract.method)),
+    )
 
     def probe(at: TrainState, batch: PyTree) -> tuple[TrainState, tuple[jax.Array, ...]]:
         rng = jax.random.fold_in(jax.random.key(experiment.seed), at.step)

@@ -14,6 +14,7 @@ from jaxtrain import build
 from jaxtrain.methods.local_updates import RATES, Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
+from jaxtrain.run.options import RunOptions
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.tree import named_leaves
 from tests import problems
@@ -169,6 +170,22 @@ def test_they_are_their_definition(local):
             np.testing.assert_allclose(state.params[name], x, rtol=2e-5, err_msg=name)
 
 
+def test_what_is_frozen_is_not_pulled_and_weights_may_be_negative():
+    start, rows, made = linear(replicas=4, every=2, proximal=0.5)
+    state, told, _ = trained(made.with_(freeze=("^b$",)), 1, rows, FAST)
+    assert np.array_equal(state.params["b"], start["b"])
+    loss_fn = made.task.loss_fn
+
+    def negative(params, batch, rng):
+        loss = loss_fn(params, batch, rng)
+        return jt.WeightedLoss(total=-loss.total, weight=-loss.weight)
+
+    mirrored = made.with_(freeze=("^b$",), loss_fn=jt.row_wise(negative))
+    found, metrics, _ = trained(mirrored, 1, rows, FAST)
+    np.testing.assert_allclose(found.params["a"], state.params["a"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-6)
+
+
 def sent(text, groups=r"\S+"):
     """Bytes of the results of collectives of a program: within branches, and outside."""
     found, branches = {True: 0, False: 0}, set()
@@ -208,13 +225,20 @@ def test_nothing_is_sent_between_meetings_and_then_the_parameters_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes", [{"data": 4}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 4}]
+    "axes",
+    [
+        {"data": 4},
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"data": 2, "fsdp": 4},
+        {"data": 2, "pipe": 2},
+    ],
 )
 def test_the_mesh_changes_nothing(axes):
     local = Local(replicas=4, every=2, outer="nesterov", fragments=2)
     wanted, told, _ = trained(local_updates(experiment("sgd", 0.3), local), compiler_options=FAST)
     count = int(np.prod(list(axes.values())))
-    laid = local_updates(experiment("sgd", 0.3, mesh=axes), local)
+    pipeline = {"schedule": "1f1b", "microbatches": 2} if "pipe" in axes else {}
+    laid = local_updates(experiment("sgd", 0.3, mesh=axes, pipeline=pipeline), local)
     found, metrics, _ = trained(laid, count, compiler_options=FAST)
     for part in ("params", "method"):
         for name, x in named_leaves(getattr(wanted, part)).items():
@@ -231,6 +255,7 @@ def test_the_mesh_changes_nothing(axes):
     [
         ({"replicas": 3}, {}, "a batch has 16 rows"),
         ({"replicas": 4}, {"zero": 1}, "`zero` is 1"),
+        ({"replicas": 4}, {"accumulate": 8}, "a multiple of 32 rows"),
         ({"replicas": 4, "rate": 0.1}, {}, "average, which has no rate"),
         ({"replicas": 4, "every": 2, "fragments": 3}, {}, "`local.fragments` is 3"),
         ({"replicas": 0}, {}, "replicas"),
@@ -252,5 +277,13 @@ def test_what_the_mesh_and_the_experiment_cannot_is_said():
     made = local_updates(average, Local(replicas=4))
     with pytest.raises(ValueError, match="keeps averages"):
         build.make_abstract_state(made, build.make_experiment_mesh(made, jax.devices()[:1]))
+    uneven = experiment().with_(batch=batch(0) | {"factors": np.ones(4)})
+    with pytest.raises(ValueError, match="have 4 and 16 rows"):
+        local_updates(uneven, Local(replicas=4))
+    config = jt.Config(
+        local=Local(replicas=4), run=RunOptions(eval_every=20, early_stop_patience=2)
+    )
+    with pytest.raises(ValueError, match="give a multiple of 50"):
+        config.experiment("x", init_fn=None, loss_fn=None, batch=None, train_batches=None)
     with pytest.raises(ValueError, match="a method of its own"):
         local_updates(experiment().with_(method=Method(lambda step: step)), Local(replicas=4))

@@ -34,7 +34,7 @@ from jaxtrain.loss import WeightedLoss, as_weighted, check_metrics
 from jaxtrain.precision import Policy, as_policy
 from jaxtrain.sharding.collectives import Shards
 from jaxtrain.sharding.mesh import automatic
-from jaxtrain.sharding.placement import Gather
+from jaxtrain.sharding.placement import Gather, in_shard_map
 from jaxtrain.sharding.row_keys import microbatch_keys, row_count
 from jaxtrain.sharding.specs import names_of, restrict, tidy
 from jaxtrain.stages import Stages, loss_from_stages
@@ -214,7 +214,7 @@ def _on_devices(
     sums = stacked, plan.trains - stacked
     program = jax.shard_map(
         functools.partial(device_program, plan),
-        mesh=mesh,
+        mesh=jax.sharding.get_abstract_mesh() if in_shard_map() else mesh,
         axis_names={"pipe", *shards.axes},
         in_specs=(
             P(None, "pipe"),

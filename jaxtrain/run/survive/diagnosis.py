@@ -111,7 +111,9 @@ def diagnose(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTre
         scale = None if state.loss_scale is None else state.loss_scale.scale
         given = (state.params, state.model_state, batch, rng, scale)
         memory = (state.memory, jnp.zeros(1 if kind.accumulates else microbatches))
-        sums = run_engine(engine, *given, frozen=frozen(state.opt_state), memory=memory)
+        sums = run_engine(
+            engine, *given, frozen=frozen((state.opt_state, state.method)), memory=memory
+        )
         model_state, (_, losses) = sums.model_state, sums.memory
         grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
         norms = jax.tree.map(optax.tree.norm, grads)
