@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.decisions import Kind, Why, describe
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import cache_folder, delete_oldest
-from jaxtrain.jaxprs import equations, products_in
-from jaxtrain.precision import OPTIMIZER, WIDE, PrecisionWarning
+from jaxtrain.jaxprs import WIDE, equations, products_in
+from jaxtrain.precision import OPTIMIZER, PrecisionWarning
 from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.mesh import platform as device_platform
 from jaxtrain.sharding.offload import is_on_host

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# The scope of what a model computes in float32 on purpose, such as a sum over whole rows.
+WIDE = "float32_on_purpose"
 REDUCED = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
 
 

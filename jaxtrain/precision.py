@@ -20,8 +20,6 @@ from jaxtrain.tree import PyTree, is_count, map_named, named_leaves, nodes_of
 
 # The scope of the optimizer in a step, which computes in the dtype of the parameters on purpose.
 OPTIMIZER = "optimizer"
-# The scope of what a model computes in float32 on purpose, such as a sum over whole rows.
-WIDE = "float32_on_purpose"
 
 
 class PrecisionWarning(UserWarning):

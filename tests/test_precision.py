@@ -12,8 +12,9 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain.compare import parity as agreement
+from jaxtrain.jaxprs import WIDE
 from jaxtrain.models import convnet
-from jaxtrain.precision import WIDE, LossScale, PrecisionWarning
+from jaxtrain.precision import LossScale, PrecisionWarning
 from tests import problems, small
 
 POLICIES = {

@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, exists
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.methods.population import ALL, Population
 from jaxtrain.run.main import load_config
@@ -150,7 +150,7 @@ def train(run: pathlib.Path, flags: Sequence[str]) -> np.ndarray:
     """Trains a population, or reads what it came to, and returns the held-out loss of each member;
     infinite where that is not finite."""
     name = f"eval/{ALL}loss"
-    if not run.exists() or name not in read_run(as_path(run), "").vectors:
+    if not exists(run) or name not in read_run(as_path(run), "").vectors:
         words = ["-m", MODULE, *flags, "--run-dir", str(run), "--auto-resume"]
         with run.with_suffix(".out").open("w") as out:
             done = subprocess.run([sys.executable, *words], stdout=out, stderr=subprocess.STDOUT)

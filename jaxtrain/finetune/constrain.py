@@ -31,7 +31,7 @@ class Constrain(Change):
     group: int | None = None
     """Inputs that share a scale; left out, 64, and all of them for int8."""
 
-    freeze = (r"/kept$",)
+    freeze = property(lambda self: (r"/kept$",) if self.keep_zeros else ())
     record: ClassVar = property(lambda self: {"constrained": dataclasses.asdict(self)})
 
     @classmethod

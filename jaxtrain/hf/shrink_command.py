@@ -174,6 +174,11 @@ def _open(source: str) -> tuple[Any, PyTree, Any, dict[str, Any], dict[str, str]
         stored |= {name: getattr(weights, of)(folder) for name, of in _TOLD.items()}
     if not isinstance(model, decoder.DecoderConfig):
         raise ValueError(f"the model in '{source}' is no decoder: give one")
+    if any(model.delta_pattern):
+        raise ValueError(
+            f"the model in '{source}' has delta_pattern={model.delta_pattern}, whose layers are "
+            "stacked by groups, which are not made smaller here: give a model without"
+        )
     if model.experts is not None:
         raise ValueError(
             f"the model in '{source}' has {model.experts} experts in each layer, which are not "

@@ -121,34 +121,8 @@ def local_updates(experiment: Any, local: Local) -> Any:
     """
     if local.replicas is None:
         return experiment
-    if experiment.method != Method():
-        raise ValueError(
-            "`local.replicas` is given and the experiment has a method of its own: leave one out"
-        )
-    if experiment.layout.zero:
-        raise ValueError(
-            f"`zero` is {experiment.layout.zero}, which spreads what each replica has of its own "
-            "over the axis that replicas stand on: spread it over fsdp"
-        )
-    if experiment.layout.offload_optimizer:
-        raise ValueError(
-            "`offload_optimizer` is given and the optimizer's state is that of each replica, which "
-            "stays on its devices: leave it out"
-        )
+    _check(experiment, local.replicas)
     R, outer = local.replicas, local.outer_optimizer()
-    rows = {x.shape[0] for x in jax.tree.leaves(experiment.data.batch) if x.shape}
-    if len(rows) > 1:
-        raise ValueError(
-            f"`local.replicas` is {R} and leaves of a batch have {min(rows)} and {max(rows)} rows: "
-            "each must have as many, or be a scalar; repeat it for every row, or let the loss "
-            "function close over it"
-        )
-    cuts = R * experiment.layout.microbatches(experiment.layout.mesh.pipe)
-    if left := [n for n in rows if n % cuts]:
-        raise ValueError(
-            f"`local.replicas` is {R} and a batch has {left[0]} rows, which they share and take in "
-            f"{cuts // R} microbatches: give a multiple of {cuts} rows"
-        )
 
     def start(state: TrainState) -> TrainState:
         if any("ema" in name.split("/") for name in named_leaves(state.opt_state)):
@@ -203,6 +177,37 @@ def local_updates(experiment: Any, local: Local) -> Any:
     if local.proximal:
         own["optimizer"] = _proximal(experiment.optimizer, local.proximal)
     return experiment.with_(method=Method(local_updates, start=start), **own)
+
+
+def _check(experiment: Any, R: int) -> None:
+    """Raises ValueError where an experiment cannot have so many replicas."""
+    if experiment.method != Method():
+        raise ValueError(
+            "`local.replicas` is given and the experiment has a method of its own: leave one out"
+        )
+    if experiment.layout.zero:
+        raise ValueError(
+            f"`zero` is {experiment.layout.zero}, which spreads what each replica has of its own "
+            "over the axis that replicas stand on: spread it over fsdp"
+        )
+    if experiment.layout.offload_optimizer:
+        raise ValueError(
+            "`offload_optimizer` is given and the optimizer's state is that of each replica, which "
+            "stays on its devices: leave it out"
+        )
+    rows = {x.shape[0] for x in jax.tree.leaves(experiment.data.batch) if x.shape}
+    if len(rows) > 1:
+        raise ValueError(
+            f"`local.replicas` is {R} and leaves of a batch have {min(rows)} and {max(rows)} rows: "
+            "each must have as many, or be a scalar; repeat it for every row, or let the loss "
+            "function close over it"
+        )
+    cuts = R * experiment.layout.microbatches(experiment.layout.mesh.pipe)
+    if left := [n for n in rows if n % cuts]:
+        raise ValueError(
+            f"`local.replicas` is {R} and a batch has {left[0]} rows, which they share and take in "
+            f"{cuts // R} microbatches: give a multiple of {cuts} rows"
+        )
 
 
 # The part of the parameters that meets at a time: names, and of stacked ones the layers.

@@ -278,7 +278,7 @@ class CausalDecoder:
         x, kept = scan_layers(step, x, params["blocks"], ())
         # What layers of one place in the group keep, [groups, ...], in the order of all layers.
         attended, recurrent = (
-            jax.tree.map(lambda *y: jnp.stack(y, 1).reshape(-1, *y[0].shape[1:]), *each)
+            jax.tree.map(lambda *y: jax.lax.collapse(jnp.stack(y, 1), 0, 2), *each)
             for each in (kept[0] or [self._none(x)], kept[1])
         )
         return x, (attended, tuple(recurrent))

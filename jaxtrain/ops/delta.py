@@ -22,9 +22,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.jaxprs import WIDE
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.precision import WIDE
 from jaxtrain.sharding.placement import constrain
 
 # Decays are sums of logarithms, whose terms no product may round to bfloat16.
@@ -45,7 +45,8 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes linear attention of rows by the gated delta rule.
 
-    Everything is computed in float32 (float64 for such inputs). Memory is linear in T: the backward
+    Results are float32 (float64 for such inputs); sums of decays and the inverse are so exactly,
+    and products as the device multiplies float32. Memory is linear in T: the backward
     pass keeps the state before each chunk, and computes the chunk again. A mesh axis of
     ``sequence`` that divides T splits the positions of rows.
 
@@ -53,7 +54,7 @@ def gated_delta_rule(
       q_BTHK, k_BTHK: queries and keys; the rule is stable where keys have a length of at most 1.
       v_BTHV: values.
       beta_BTH: share of a correction, between 0 and 1.
-      log_decay_BTH: logarithms of the decays, at most 0.
+      log_decay_BTH: logarithms of the decays, at most 0; below -1e30 counts as that.
       segments_BT: int32 document numbers; each change begins with an empty state. None means one.
       state_BHKV: state before the first position, whose document that continues; None means empty.
       chunk: C, a power of two; shorter rows take a shorter one.
@@ -74,7 +75,9 @@ def gated_delta_rule(
         raise ValueError(f"chunk is {chunk}: its system is halved again and again; use 64")
     (B, T, H, K), V = q_BTHK.shape, v_BTHV.shape[-1]
     axes, parts = split_over("sequence")
-    parts = 1 if T % parts else parts
+    parts = 1 if parts > 1 and T % parts else parts
+    # A product with -inf would be NaN where it is to be left out.
+    log_decay_BTH = jnp.maximum(log_decay_BTH, -1e30)
     rows = (q_BTHK, k_BTHK, v_BTHV, beta_BTH, log_decay_BTH)
     rows = [x.astype(wide(x.dtype)) for x in rows]
     starts_BT1 = jnp.zeros((B, T, 1), bool)
@@ -86,7 +89,7 @@ def gated_delta_rule(
     if state_BHKV is None:
         state_BHKV = jnp.zeros((B, H, K, V))
     state_BHKV = constrain(state_BHKV.astype(rows[2].dtype), "batch", "heads", None, None)
-    size = min(chunk, 1 << (T // parts - 1).bit_length())
+    size = min(chunk, 1 << (T // parts - 1).bit_length()) if isinstance(T, int) else chunk
     run = functools.partial(_run, size=size)
     if parts == 1:
         y_BTHV, state_BHKV = run(*rows, starts_BT1, state_BHKV)
@@ -134,7 +137,7 @@ def causal_convolution(
     """
     (B, T, F), reach = x_BTF.shape, len(kernel_WF) - 1
     axes, parts = split_over("sequence")
-    parts = parts if T % parts == 0 and T // parts >= reach else 1
+    parts = parts if parts > 1 and T % parts == 0 and T // parts >= reach else 1
     if before_BWF is None:
         before_BWF = jnp.zeros((B, reach, F), x_BTF.dtype)
 

@@ -2,9 +2,9 @@
 
 import re
 
+from jaxtrain.jaxprs import WIDE
 from jaxtrain.ops.attention import BRANCH_SHARES
 from jaxtrain.ops.grouped import TRIPS
-from jaxtrain.precision import WIDE
 
 # Passes of a gradient; what belongs to none has no name.
 FORWARD, RECOMPUTED, BACKWARD = "forward", "recomputed", "backward"

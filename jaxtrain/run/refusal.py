@@ -35,7 +35,7 @@ _ELSEWHERE = {
     "steps": "max-steps num-steps train-steps total-steps max-iters iterations",
     "epochs": "num-epochs num-train-epochs max-epochs",
     "seq-len": "block-size context-length sequence-length max-length max-seq-length",
-    "layers": "n-layer n-layers num-layers num-hidden-layers depth",
+    "layers": "n-layer n-layers num-layers num-hidden-layers",
     "heads": "n-head n-heads num-heads num-attention-heads",
     "width": "n-embd hidden-size d-model dim embed-dim",
     "precision": "dtype bf16 fp16 amp mixed-precision",

@@ -31,7 +31,15 @@ from jaxtrain.run.provenance import OF_START
 from jaxtrain.study import report
 from jaxtrain.study import space as spaces
 from jaxtrain.study.lease import FileLock, Lease
-from jaxtrain.study.trials import LEASES, LOCK, PRUNERS, SAMPLERS, Trials, check_installed
+from jaxtrain.study.trials import (
+    LEASES,
+    LOCK,
+    PRUNERS,
+    SAMPLERS,
+    Trials,
+    check_installed,
+    open_storage,
+)
 from jaxtrain.study.workers import Runs, check_devices, work
 
 STUDY = "study.json"
@@ -99,6 +107,8 @@ def run_study(options: StudyOptions, rest: list[str]) -> int:
         "seeds": runs.seeds,
         "has_storage": options.storage is not None,  # whose URL may hold a password
     }
+    if options.storage is not None:  # before the folder is this study's
+        open_storage(runs.folder, options.storage)
     folder, name = runs.folder, join(runs.folder, json.loads(json.dumps(record)))
     trials = conduct(
         folder,

@@ -78,13 +78,17 @@ class Trials:
         self._leases = Leases(folder / LEASES)
         with self._lock, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna's of what may change in it
-            self._study = optuna.create_study(
-                study_name=name,
-                storage=self._storage,
-                direction={"min": "minimize", "max": "maximize"}[mode],
-                load_if_exists=True,
-                pruner=_pruner(pruner, resources),
-            )
+            try:
+                self._study = optuna.create_study(
+                    study_name=name,
+                    storage=self._storage,
+                    direction={"min": "minimize", "max": "maximize"}[mode],
+                    load_if_exists=True,
+                    pruner=_pruner(pruner, resources),
+                )
+            except optuna.exceptions.StorageInternalError as error:
+                why = str(error.__cause__ or error).partition("\n")[0]
+                raise ValueError(f"the study's storage cannot be written: {why}") from None
             # Nobody draws what another has drawn, before the study was resumed or beside this.
             there = len(self._study.get_trials(deepcopy=False)), len(list(self._others()))
             mixed = (seed + 1_000_003 * there[0] + 7919 * there[1]) % 2**32
@@ -174,7 +178,7 @@ def open_storage(folder: pathlib.Path, url: str | None) -> Any:
         errors = extras.load("a study needs Optuna", "study", "sqlalchemy.exc").exc
         try:
             return optuna.storages.get_storage(url)
-        except (ImportError, ValueError, errors.SQLAlchemyError) as error:
+        except (ImportError, ValueError, RuntimeError, errors.SQLAlchemyError) as error:
             why = str(error).partition("\n")[0]
             raise ValueError(f"the study's storage cannot be opened: {why}") from None
     journals, path = optuna.storages.journal, folder / JOURNAL

@@ -8,7 +8,7 @@ import pytest
 
 import jaxtrain as jt
 from experiments import gpt
-from jaxtrain import hf
+from jaxtrain import build, hf
 from jaxtrain.build import make_experiment_mesh, make_state
 from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.quantize import Quantize
@@ -62,6 +62,8 @@ def test_what_is_trained_is_what_is_loaded(pruned, tmp_path):
     np.testing.assert_array_equal(kept, given[kernel] != 0)
     policy = outline(pruned, "--quantize-aware", "int8", "--precision", "pure_bf16").policy
     cast = policy.cast_to_compute(policy.cast_to_param(state.params))
+    rounded = outline(pruned, "--quantize-aware", "int8")  # without zeros to keep
+    build.make_abstract_state(rounded, build.make_experiment_mesh(rounded, jax.devices()[:1]))
     assert cast["blocks"]["mlp"]["up"]["kernel"].base.base.dtype == np.float32
     assert cast["embed"]["tokens"].dtype == jax.numpy.bfloat16
     params = moved(jax.device_get(state.params))

@@ -41,6 +41,7 @@ FORMS = {
     "vit": (vit, vit.ViTConfig(image=(8, 8, 3), patch=2, layers=1, width=24, heads=3, classes=9)),
     "gpt2": (decoder, decoder.DecoderConfig(**SIZES, seq_len=24)),
     "windows": (decoder, dataclasses.replace(LLAMA, window=5, window_pattern=(True, False))),
+    "delta": (decoder, dataclasses.replace(LLAMA, delta_pattern=(True, False))),
     "score": (decoder, dataclasses.replace(LLAMA, head="score")),
     "classes": (encoder, dataclasses.replace(BERT, head="classes", classes=3)),
     "states": (encoder, dataclasses.replace(BERT, head="none", token_types=None)),

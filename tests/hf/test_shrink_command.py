@@ -118,3 +118,13 @@ def test_gptq_takes_a_layers_inputs_behind_the_quantized_layers(model, tmp_path,
 def test_what_does_not_fit_is_refused(flags, message, model, tmp_path, capsys):
     status, _, error = shrink(model, tmp_path / "out", capsys, *flags)
     assert (status, message in error) == (2, True), error
+
+
+def test_layers_of_linear_attention_are_refused(tmp_path, capsys):
+    config = dataclasses.replace(MODEL, delta_pattern=(True, False))
+    params = jax.jit(functools.partial(decoder.init, config))(jax.random.key(0))
+    about = {"model": dataclasses.asdict(config), "form": "decoder", "tokenizer": "bytes"}
+    with Checkpointer(tmp_path / "run/checkpoints") as checkpoints:
+        checkpoints.save(1, {"params": params}, config=about)
+    status, _, error = shrink(tmp_path, tmp_path / "out", capsys, "--heads", "0.5")
+    assert (status, "whose layers are stacked by groups" in error) == (2, True), error

@@ -112,7 +112,8 @@ def defined(start, rows, steps, rate, local):
     anchor = {n: start[n].astype(float) for n in names}
     own = [{n: anchor[n].copy() for n in names} for _ in range(R)]
     inner = [{n: 0.0 * anchor[n] for n in names} for _ in range(R)]
-    outer = {n: [0.0 * anchor[n], 0.0 * anchor[n], 0] for n in names}
+    first = 1e-6 if local.outer == "yogi" else 0.0  # what optax begins its averages with
+    outer = {n: [0.0 * anchor[n] + first, 0.0 * anchor[n] + first, 0] for n in names}
     seen = np.zeros((R, F))
     eta = RATES[local.outer] if local.rate is None else local.rate
     for step in range(1, steps + 1):
@@ -137,12 +138,15 @@ def defined(start, rows, steps, rate, local):
                 moved, (m, v, t) = anchor[n] - mean, outer[n]
                 if local.outer == "average":
                     new = mean
+                elif local.outer == "sgd":
+                    new = anchor[n] - eta * moved
                 elif local.outer == "nesterov":
                     m = moved + local.momentum * m
                     new = anchor[n] - eta * (moved + local.momentum * m)
                 else:
                     t, m = t + 1, 0.9 * m + 0.1 * moved
-                    v = 0.99 * v + 0.01 * moved**2
+                    yogi = v - 0.01 * np.sign(v - moved**2) * moved**2
+                    v = yogi if local.outer == "yogi" else 0.99 * v + 0.01 * moved**2
                     new = anchor[n] - eta * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.99**t)) + 1e-3)
                 anchor[n], outer[n] = new, [m, v, t]
                 for each in own:
@@ -158,6 +162,8 @@ def defined(start, rows, steps, rate, local):
         pytest.param(Local(replicas=2, every=3), marks=pytest.mark.slow),
         pytest.param(Local(replicas=4, every=2, outer="adam", rate=0.1), marks=pytest.mark.slow),
         pytest.param(Local(replicas=8, every=5, proximal=1.0), marks=pytest.mark.slow),
+        pytest.param(Local(replicas=4, every=2, outer="yogi", rate=0.1), marks=pytest.mark.slow),
+        pytest.param(Local(replicas=4, every=2, outer="sgd", rate=0.5), marks=pytest.mark.slow),
     ],
 )
 def test_they_are_their_definition(local):

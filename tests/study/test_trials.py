@@ -160,6 +160,7 @@ def free_port():
         ("postgresql+psycopg://127.0.0.1:1/none", "connection failed"),
         ("postgresql+pg8000://127.0.0.1/none", "Failed to import DB access module"),
         ("none", "Could not parse SQLAlchemy URL"),
+        ("sqlite:///nowhere/x.db", "unable to open database file"),
     ],
 )
 def test_a_database_that_cannot_be_opened_is_said(url, why, tmp_path):

@@ -133,13 +133,17 @@ def diagnose(record: Record) -> list[Diagnosis]:
     """
     if record.config.get("population.vary"):  # whose losses are means of several trainings
         return []
+    changed = {name for _, name, *_ in record.changes}
     if found := list(_scale(record)):
         return found
     if record.step < PART * (record.total or 0):
         return []
     with np.errstate(all="ignore"):  # no comparison with what is no number finds anything
         lines = Lines.of(record)
-        rates = [] if lines is None else [*_rate(record, lines), *_epochs(record, lines)]
+        # A rate that a later start has changed is two schedules in one log.
+        same = not any(name == "steps" or name.startswith("optimizer") for name in changed)
+        rates = [] if lines is None or not same else [*_rate(record, lines)]
+        rates += [] if lines is None else [*_epochs(record, lines)]
         return [*rates, *_overfit(record), *_layers(record), *_noise(record)]
 
 
@@ -170,7 +174,9 @@ def _rate(record: Record, lines: Lines) -> Iterator[Diagnosis]:
     """Finds what is wrong with the length of steps: the first cause, which explains the others."""
     rate, size, loss = lines.learning_rate, lines.param_norm, lines.loss
     peak, gaps, rule = rate.max(), np.diff(lines.steps, prepend=0), _word(record, "optimizer.name")
-    total, last = record.total or record.step, record.step
+    total, last, tuned = record.total or record.step, record.step, record.config.get("init_from")
+    if not (peak > 0 and size.min() > 0):
+        return
     clip, usual = _number(record, "optimizer.clip_norm"), np.median(lines.grad_norm)
     clipped = (lines.grad_norm > (clip or np.inf)).mean()
     if rule in GRADIENT_RULES and clipped >= CLIPPED and usual > FAR * clip:
@@ -181,7 +187,11 @@ def _rate(record: Record, lines: Lines) -> Iterator[Diagnosis]:
     per_step, shrunk = peak * decay, (rate * gaps).sum() * decay
     # The third largest, so that neither a spike nor a first update from zeros decides.
     largest = np.sort(lines.update_norm)[-3] / size.max()
-    above = (loss > loss[0] + ABOVE * abs(loss[0])).mean()
+    window = max(3, loss.size // 10)
+    # The standard deviation of one loss, from the differences of those that follow each other.
+    noise = np.median(np.abs(np.diff(loss))) / 0.6745 / 2**0.5
+    first = loss[:window].mean() + SURE * noise if tuned else loss[0]
+    above = (loss > first + ABOVE * abs(first)).mean()
     # Weight decay makes long updates too, but no loss that rises.
     alone = largest >= LARGE and per_step < largest / 2
     if alone or (largest >= MEDIUM and above > OFTEN):
@@ -204,14 +214,11 @@ def _rate(record: Record, lines: Lines) -> Iterator[Diagnosis]:
         yield Cause.RATE_ENDED(*flags, remedy=remedy, since=since, steps=last)
         return
     path, summed = (lines.update_norm / size * gaps).sum(), np.cumsum(rate * gaps)
-    window = max(3, loss.size // 10)
     middle = max(0, int(np.searchsorted(summed, summed[-1] / 2)) - window // 2)
     start, half, end = (loss[i : i + window].mean() for i in (0, middle, loss.size - window))
-    # The standard deviation of one loss, from the differences of those that follow each other.
-    noise = np.median(np.abs(np.diff(loss))) / 0.6745 / 2**0.5
     falls = start - end > SURE * noise * (2 / window) ** 0.5
     steadily = falls and LATE[0] <= (half - end) / (start - end) <= LATE[1]
-    if (path < PATH and steadily) or (path < MINUTE and not record.config.get("init_from")):
+    if not tuned and ((path < PATH and steadily) or path < MINUTE):
         flags = _rate_flags(record, peak, 10 if path < PATH / 5 else 3)
         yield Cause.RATE_LOW(*flags, path=path, late=half - end, fall=start - end)
 
@@ -225,9 +232,9 @@ def _rate_flags(record: Record, peak: float, factor: float) -> tuple[str, str]:
 def _epochs(record: Record, lines: Lines) -> Iterator[Diagnosis]:
     """Finds a loss that goes up and down as it did an epoch before, whatever its trend."""
     epochs, gap = record.values("data/epoch"), int(np.median(np.diff(lines.steps)))
-    if not epochs.size or lines.loss.min() <= 0:
+    length = record.step / epochs[-1] if epochs.size else np.inf
+    if not np.isfinite(length) or lines.loss.min() <= 0:
         return
-    length = record.step / epochs[-1]
     loss, lag = np.log(lines.loss), round(length / gap)
     if lag < 4 or loss.size < 3 * lag:
         return
@@ -241,8 +248,10 @@ def _epochs(record: Record, lines: Lines) -> Iterator[Diagnosis]:
 
 
 def _scale(record: Record) -> Iterator[Diagnosis]:
-    part = len(record.above_zero("train/skipped")) / max(1, record.step)
-    if _word(record, "precision") == "fp16" and part > LEFT_OUT:
+    # The first steps look for a scale.
+    left_out = [step for step in record.above_zero("train/skipped") if step > LINES]
+    part = len(left_out) / max(1, record.step - LINES)
+    if _word(record, "precision") == "fp16" and record.step > 2 * LINES and part > LEFT_OUT:
         yield Cause.SCALE("--precision", "bf16", part=part)
 
 
