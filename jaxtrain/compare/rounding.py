@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain.engines.plain import plain, run_engine
 from jaxtrain.experiment import Experiment
 from jaxtrain.ops.scaled import shares_lost, uncounted
-from jaxtrain.optim import frozen
+from jaxtrain.optim import frozen_of
 from jaxtrain.precision import Policy
 from jaxtrain.sharding.stack import LayerOrder, Stack
 from jaxtrain.step import normalize_loss, with_policy
@@ -24,7 +24,7 @@ from jaxtrain.tree import PyTree, is_count, named_leaves
 def gradients(experiment: Experiment, state: Any) -> Callable[[Policy, PyTree], dict[str, Any]]:
     """Returns ``(policy, batch) -> gradients by path``, float32, of a state's parameters, as a step
     of that policy has them before they are divided by the batch's weight."""
-    laid, still = experiment.laid, frozen((state.opt_state, state.method))
+    laid, still = experiment.laid, frozen_of(state)
     loss_fn = normalize_loss(laid.loss_fn, laid.has_model_state)
 
     def of(policy: Policy, params: PyTree, *rest: PyTree) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from jaxtrain.landscape.lines import (
 )
 from jaxtrain.landscape.sharpness import Curvature, Eigenvalue, build_product, largest_eigenvalue
 from jaxtrain.ops.attention import differentiated_twice
-from jaxtrain.optim import frozen
+from jaxtrain.optim import frozen_of
 from jaxtrain.run.checkpoints.reader import Reader
 from jaxtrain.run.folder import CHECKPOINTS, LANDSCAPE
 from jaxtrain.run.observe import terminal
@@ -135,7 +135,7 @@ class View:
     def __init__(self, experiment: Experiment, count: int):
         self.experiment, self.mesh = experiment, make_experiment_mesh(experiment)
         self.abstract = make_abstract_state(experiment, self.mesh)
-        self.frozen = frozen((self.abstract.opt_state, self.abstract.method))
+        self.frozen = frozen_of(self.abstract)
         opened = experiment.data.eval_sets.get(experiment.deciding_set) or (lambda _: ())
         self.batches = list(itertools.islice(opened(batch_sharding(self.mesh)), count))
         if not self.batches:

@@ -20,7 +20,7 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -262,13 +262,7 @@ def _meet(
     """Takes a piece of the replicas' parameters through the outer optimizer, back to all of them;
     the model's state with the first."""
     kept, members = dict(state.method), state.method["members"]
-    weight_R = kept["weight"][:, number]
-    total, R = weight_R.sum(), len(weight_R)
-    share_R = jnp.where(total != 0, weight_R / jnp.where(total != 0, total, 1.0), 1.0 / R)
-
-    def mean(x: jax.Array) -> jax.Array:
-        return (x * share_R.reshape(R, *[1] * (x.ndim - 1)).astype(x.dtype)).sum(0)
-
+    mean = _mean_by(kept["weight"][:, number])
     met = jax.tree.map(mean, _take(members.params, piece, lead=1))
     new, before = met, _take(state.params, piece)
     if outer is not None:
@@ -290,18 +284,24 @@ def _meet(
 
 def _joined(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Metrics of all replicas: means by weight, and sums of weights and of what was left out."""
-    weight_R = metrics["weight"]
-    R, total = len(weight_R), weight_R.sum()
-    if R == 1:
+    if len(metrics["weight"]) == 1:
         return at(metrics, 0)
+    sums = {name: metrics[name].sum(0) for name in ("weight", "skipped")}
+    return jax.tree.map(_mean_by(metrics["weight"]), dict(metrics)) | sums
+
+
+def _mean_by(weight_R: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """Returns the mean of arrays [R, ...] by weight; where all weights are 0, all count alike."""
+    R, total = len(weight_R), weight_R.sum()
     share_R = jnp.where(total != 0, weight_R / jnp.where(total != 0, total, 1.0), 1.0 / R)
 
     def mean(x: jax.Array) -> jax.Array:
-        share = share_R.reshape(R, *[1] * (x.ndim - 1))
-        return (jnp.where(share != 0, x, 0.0) * share).sum(0)
+        x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+        share = share_R.reshape(R, *[1] * (x.ndim - 1)).astype(x.dtype)
+        # What counts nothing may be NaN.
+        return (jnp.where(share != 0, x, 0) * share).sum(0)
 
-    sums = {name: metrics[name].sum(0) for name in ("weight", "skipped")}
-    return {name: mean(x) for name, x in metrics.items()} | sums
+    return mean
 
 
 def _check_mesh(replicas: int) -> None:

@@ -8,6 +8,7 @@ from jaxtrain.optim.averages import ema as ema
 from jaxtrain.optim.chains import OPTIMIZERS as OPTIMIZERS
 from jaxtrain.optim.chains import freezing as freezing
 from jaxtrain.optim.chains import frozen as frozen
+from jaxtrain.optim.chains import frozen_of as frozen_of
 from jaxtrain.optim.chains import make_optimizer as make_optimizer
 from jaxtrain.optim.layerwise import per_layer as per_layer
 from jaxtrain.optim.masks import by_path as by_path

@@ -47,6 +47,12 @@ def frozen(opt_state: Any) -> frozenset[str]:
     return frozenset().union(*(node.names for node in found))
 
 
+def frozen_of(state: Any) -> frozenset[str]:
+    """Returns the paths of the frozen parameters of a train state, of which a method may keep the
+    optimizer's part (:func:`frozen`)."""
+    return frozen((state.opt_state, state.method))
+
+
 def make_optimizer(
     name: str,
     learning_rate: LearningRate,

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from jaxtrain.engines.plain import trainable
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.optim import frozen
+from jaxtrain.optim import frozen_of
 from jaxtrain.planning.liveness import Buffer
 from jaxtrain.planning.scopes import scopes_of
 from jaxtrain.planning.walk import inner_jaxpr
@@ -72,7 +72,7 @@ def parts_of(
     stages = experiment and experiment.task.stages
     leads = {part.key: part.lead for part in experiment.stack.parts} if stages else {}
     layers = {}
-    trains = named_leaves(trainable(state.params, frozen((state.opt_state, state.method)))[0])
+    trains = named_leaves(trainable(state.params, frozen_of(state))[0])
     for name, leaf in params.items():
         sums[_part(name)]["parameters"] += local_bytes(leaf)
         sums[_part(name)]["gradients"] += local_bytes(leaf) if name in trains else 0

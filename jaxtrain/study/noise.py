@@ -26,7 +26,7 @@ from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.landscape.command import keep, reader_of, step_of
-from jaxtrain.optim import frozen
+from jaxtrain.optim import frozen_of
 from jaxtrain.run.provenance import read_record
 from jaxtrain.run.replay import load_run
 from jaxtrain.sharding.row_keys import row_count
@@ -105,7 +105,7 @@ def measure(
     given |= {"policy": "f32", "accumulate": experiment.layout.accumulate}
     engine, still = (
         build_engine(laid.loss_fn, **given),
-        frozen((abstract.opt_state, abstract.method)),
+        frozen_of(abstract),
     )
 
     def probe(at: TrainState, batch: PyTree) -> tuple[TrainState, tuple[jax.Array, ...]]:

@@ -192,7 +192,7 @@ class Saving(Hook):
         evaluated, means = self.evaluated
         metrics = {f"eval/{name}": x for name, x in means.items() if not np.ndim(x)}
         keep = self.run.options.save_frozen
-        frozen = () if keep else optim.frozen((state.opt_state, state.method))
+        frozen = () if keep else optim.frozen_of(state)
         since = self.clock()
         started = self.checkpoints.save(
             step,

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.engines.plain import Engine, run_engine
 from jaxtrain.experiment import Experiment
-from jaxtrain.optim import frozen
+from jaxtrain.optim import frozen_of
 from jaxtrain.sharding.placement import tracing_on
 from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
@@ -111,9 +111,7 @@ def diagnose(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTre
         scale = None if state.loss_scale is None else state.loss_scale.scale
         given = (state.params, state.model_state, batch, rng, scale)
         memory = (state.memory, jnp.zeros(1 if kind.accumulates else microbatches))
-        sums = run_engine(
-            engine, *given, frozen=frozen((state.opt_state, state.method)), memory=memory
-        )
+        sums = run_engine(engine, *given, frozen=frozen_of(state), memory=memory)
         model_state, (_, losses) = sums.model_state, sums.memory
         grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
         norms = jax.tree.map(optax.tree.norm, grads)
