@@ -30,6 +30,7 @@ from jaxtrain.finetune.low_rank import LoRA, Strengths
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.loss import WeightedLoss
+from jaxtrain.methods.asynchrony import Workers, asynchronous
 from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
@@ -403,6 +404,9 @@ def _changes() -> Iterator[Capability]:
     # The outer momentum is of small differences of parameters.
     names = {"called": "local|replica|method", "tolerance": 1e-4}
     yield own("local updates", change=lambda e: local_updates(e, local), **names)
+    workers = Workers(seconds=(1.0, 2.0), late=2, temper=1.0)
+    names = {"called": "worker|method|pipe"}
+    yield own("late gradients", change=lambda e: asynchronous(e, workers), **names)
     yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
 
 

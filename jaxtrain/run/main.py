@@ -29,6 +29,7 @@ from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
 from jaxtrain.layout import Effect, Layout
+from jaxtrain.methods.asynchrony import Workers, asynchronous
 from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.ops.scaled import RECIPES
 from jaxtrain.precision import POLICIES, Policy
@@ -73,6 +74,7 @@ class Config:
     """Log which share of the values of products' operands --precision fp8 to nvfp4 saturates and
     flushes to 0, by layer: flushed/gradients/blocks and so on."""
     local: Local = dataclasses.field(default_factory=Local)
+    workers: Workers = dataclasses.field(default_factory=Workers)
     gradients: Literal["float32", "int8"] = "float32"
     """What every device rounds the gradients of a microbatch to, at random, before they are
     summed."""
@@ -192,7 +194,7 @@ class Config:
                 f"would stop the run: give a multiple of {self.local.every}"
             )
         made = Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
-        return local_updates(made, self.local)
+        return asynchronous(local_updates(made, self.local), self.workers)
 
     def _refuse_void_flags(self, name: str) -> None:
         """Raises ValueError for flags of an optimizer that the module has not read."""
