@@ -1,9 +1,10 @@
 """Gradients that arrive late: asynchronous training by a table of events, which a run replays.
 
 Workers read the parameters of a server, compute a gradient of one batch and send it; the server
-makes an update of each as it comes. A row of the table is one update: whose gradient it takes, and
-how many updates ago that worker read. The table is made before training, by a simulation of uneven
-workers or from the log of real ones, and no clock enters the program: equal tables give equal bits.
+makes an update of each as it comes. A row of the table is one update: whose gradient it takes, of
+which batch, and how many updates ago that worker read. The table is made before training, by a
+simulation of uneven workers or from the log of real ones, and no clock enters the program: equal
+tables give equal bits.
 
 Source: Recht et al. 2011, https://arxiv.org/abs/1106.5730; bounded staleness by Ho et al. 2013;
 backup workers by Chen et al. 2016, https://arxiv.org/abs/1604.00981; rates by staleness by Zhang et
@@ -16,11 +17,12 @@ import contextlib
 import contextvars
 import dataclasses
 import heapq
+import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +39,10 @@ from jaxtrain.tree import PyTree, combine, named_leaves, partition
 
 
 class Late(NamedTuple):
-    """A gradient that is late: of which parameters it is taken, and by how many updates."""
+    """A late gradient: the parameters of which it is taken, its key, and by how many updates."""
 
     params: PyTree
+    rng: jax.Array
     delay: jax.Array
 
 
@@ -67,8 +70,8 @@ class Workers:
     temper: float = 0.0
     """Power p of the factor (1 + delay)^-p on the update by a late gradient; 0 for none."""
     events: str | None = None
-    """A log of real workers to replay, a JSON object per line with the worker and the delay of an
-    update; it takes the place of the simulation."""
+    """The log of real workers to replay, events.jsonl in a run of `jaxtrain asynchronous`; it takes
+    the place of the simulation."""
 
     def __post_init__(self) -> None:
         check_least(self, backup=0, bound=0, late=0, jitter=0, temper=0)
@@ -93,8 +96,8 @@ class Workers:
                 )
             if self.backup >= len(self.seconds):
                 raise ValueError(
-                    f"`workers.backup` is {self.backup} of {len(self.seconds)} workers: give fewer, "
-                    "so that one is left"
+                    f"`workers.backup` is {self.backup} of {len(self.seconds)} workers: give fewer "
+                    "of them, so that one is left"
                 )
 
     def __bool__(self) -> bool:
@@ -107,6 +110,8 @@ class Events(NamedTuple):
     worker_U: np.ndarray
     """The number of the worker whose gradient an update takes; of a round, of the last that it
     waits for."""
+    batch_U: np.ndarray
+    """The number of the batch, which a worker is given when it reads the parameters."""
     delay_U: np.ndarray
     """The number of updates since that worker read the parameters."""
     seconds_U: np.ndarray
@@ -116,10 +121,18 @@ class Events(NamedTuple):
     def facts(self) -> str:
         """A line that says how late the gradients are."""
         counts = np.bincount(self.worker_U)
+        shares = ", ".join(f"{count / counts.sum():.0%}" for count in counts)
         return (
-            f"{len(counts)}, whose updates are {', '.join(map(str, counts))}; a gradient is late by "
-            f"{self.delay_U.mean():.1f} updates, at most {self.delay_U.max()}; "
-            f"{self.seconds_U[-1]:.4g} s for {len(counts.repeat(counts))} updates"
+            f"{len(counts)}, which make {shares} of the updates, late by {self.delay_U.mean():.1f} "
+            f"others, at most {self.delay_U.max()}; {self.seconds_U[-1]:.4g} s for all updates"
+        )
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, int, int, float]]) -> Self:
+        """Makes the table of its rows."""
+        kinds = (np.int32, np.int32, np.int32, np.float64)
+        return cls(
+            *(kind(column) for kind, column in zip(kinds, zip(*rows, strict=True), strict=True))
         )
 
 
@@ -137,47 +150,46 @@ def simulate(workers: Workers, updates: int, *, seed: int = 0) -> Events:
         noise = workers.jitter * draws[worker].standard_normal()
         return workers.seconds[worker] * math.exp(noise)
 
-    made = (_arrivals if workers.backup is None else _rounds)(workers, updates, takes)
-    worker_U, delay_U, seconds_U = zip(*made, strict=True)
-    return Events(np.int32(worker_U), np.int32(delay_U), np.float64(seconds_U))
+    return Events.of((_arrivals if workers.backup is None else _rounds)(workers, updates, takes))
 
 
 def _arrivals(
     workers: Workers, updates: int, takes: Callable[[int], float]
-) -> list[tuple[int, int, float]]:
+) -> list[tuple[int, int, int, float]]:
     count = len(workers.seconds)
     queue = [(takes(worker), worker) for worker in range(count)]
     heapq.heapify(queue)
     read, sent, waiting, made = [0] * count, [0] * count, [], []
+    batch = list(range(count))
     while len(made) < updates:
         now, worker = heapq.heappop(queue)
         if (delay := len(made) - read[worker]) <= workers.late:
-            made.append((worker, delay, now))
+            made.append((worker, batch[worker], delay, now))
         sent[worker] += 1
         waiting.append(worker)
         ahead = math.inf if workers.bound is None else min(sent) + workers.bound
         for free in [w for w in waiting if sent[w] <= ahead]:
             waiting.remove(free)
-            read[free] = len(made)
+            read[free], batch[free] = len(made), max(batch) + 1
             heapq.heappush(queue, (now + takes(free), free))
     return made
 
 
 def _rounds(
     workers: Workers, updates: int, takes: Callable[[int], float]
-) -> list[tuple[int, int, float]]:
+) -> list[tuple[int, int, int, float]]:
     wanted, now, made = len(workers.seconds) - workers.backup, 0.0, []
-    for _ in range(updates):
+    for number in range(updates):
         # The rows of a batch are shared by those that a round waits for.
         done = sorted((takes(worker) / wanted, worker) for worker in range(len(workers.seconds)))
         last, worker = done[wanted - 1]
         now += last
-        made.append((worker, 0, now))
+        made.append((worker, number, 0, now))
     return made
 
 
 def read_events(path: str, updates: int) -> Events:
-    """Reads the log of real workers: JSON lines with ``worker``, ``delay`` and ``seconds``.
+    """Reads the log of real workers, JSON lines of numbers by the names of the columns.
 
     Raises:
       ValueError: it has fewer than so many updates, or a line that is none.
@@ -186,23 +198,49 @@ def read_events(path: str, updates: int) -> Events:
     for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
         try:
             row = json.loads(line)
-            rows.append((int(row["worker"]), int(row["delay"]), float(row["seconds"])))
+            worker, batch, delay = (int(row[name]) for name in ("worker", "batch", "delay"))
+            rows.append((worker, batch, delay, float(row["seconds"])))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}, line {number}, is {line[:60]!r}: an event has numbers `worker`, `delay` "
-                "and `seconds`"
+                f"{path}, line {number}, is {line[:60]!r}: an event has numbers `worker`, "
+                "`batch`, `delay` and `seconds`"
             ) from error
-        if not 0 <= rows[-1][1] < number or rows[-1][0] < 0:
+        if not 0 <= delay < number or worker < 0 or batch < 0:
             raise ValueError(
-                f"{path}, line {number}, is {line[:60]!r}: a worker's number is at least 0, and a "
-                f"delay from 0 to the {number - 1} updates before it"
+                f"{path}, line {number}, is {line[:60]!r}: its numbers are at least 0, and a delay "
+                f"at most the {number - 1} updates before it"
             )
     if len(rows) < updates:
         raise ValueError(
             f"{path} has {len(rows)} updates and the run {updates} steps: give as many at most"
         )
-    worker_U, delay_U, seconds_U = zip(*rows[:updates], strict=True)
-    return Events(np.int32(worker_U), np.int32(delay_U), np.float64(seconds_U))
+    if len({batch for _, batch, *_ in rows}) < len(rows):
+        raise ValueError(f"{path} has two updates of the same batch: it is no log of one run")
+    return Events.of(rows[:updates])
+
+
+def in_order(stream: Any, batch_U: np.ndarray) -> Any:
+    """Returns a stream of batches (``jaxtrain.experiment.BatchStream``) whose batch of update u is
+    number ``batch_U[u]`` of another; those that no update takes are left out."""
+
+    @contextlib.contextmanager
+    def opened(start: int, shardings: PyTree) -> Iterator[Iterator[PyTree]]:
+        order = batch_U[start:].tolist()
+        first, wanted = min(order, default=0), set(order)
+
+        def batches(numbered: Iterator[tuple[int, PyTree]]) -> Iterator[PyTree]:
+            held: dict[int, PyTree] = {}
+            for number in order:
+                while number not in held:
+                    read, batch = next(numbered)
+                    if read in wanted:
+                        held[read] = batch
+                yield held.pop(number)
+
+        with stream(first, shardings) as inner:
+            yield batches(zip(itertools.count(first), inner, strict=False))
+
+    return opened
 
 
 def asynchronous(experiment: Any, workers: Workers) -> Any:
@@ -233,8 +271,8 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
         events = simulate(workers, experiment.steps, seed=experiment.seed)
     if (worst := events.delay_U.max()) > workers.late:
         raise ValueError(
-            f"{workers.events} has a gradient that is late by {worst} updates and `workers.late` is "
-            f"{workers.late}: give {worst}"
+            f"{workers.events} has a gradient that is late by {worst} updates and `workers.late` "
+            f"is {workers.late}: give {worst}"
         )
     V = workers.late + 1 if workers.backup is None else 1
 
@@ -248,11 +286,12 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
             if V == 1:
                 return step(state, batch)
             delay = jnp.asarray(events.delay_U)[state.step]
+            rng = jax.random.fold_in(state.rng, jnp.asarray(events.batch_U)[state.step])
             versions = state.method["versions"]
             own, rest = partition(lambda name, _: name in named_leaves(versions), state.params)
             versions = jax.tree.map(lambda v, x: v.at[state.step % V].set(x), versions, own)
             then = jax.tree.map(lambda v: v[(state.step - delay) % V], versions)
-            with _of(Late(combine(then, rest), delay)):
+            with _of(Late(combine(then, rest), rng, delay)):
                 state, metrics = step(state, batch)
             return dataclasses.replace(state, method={"versions": versions}), metrics
 
@@ -263,10 +302,11 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
     own = {"method": Method(late_gradients, start=start), "counts": counts}
     own["facts"] = dict(given.facts) | {"workers": events.facts}
     if workers.events:
-        table = json.dumps([events.worker_U.tolist(), events.delay_U.tolist()])
+        table = json.dumps([events.batch_U.tolist(), events.delay_U.tolist()])
         own["fingerprints"] = dict(given.fingerprints) | {"workers.events": table}
     if V > 1:
         own["engine"] = _of_late_parameters(experiment.task.engine)
+        own["train_batches"] = in_order(experiment.data.train_batches, events.batch_U)
         if workers.temper:
             own["optimizer"] = _tempered(experiment.optimizer, workers.temper)
     return experiment.with_(**own)
@@ -297,8 +337,9 @@ def _of_late_parameters(engine: Engine) -> Engine:
         inner = engine.make(*given)
 
         def of_late(params, model_state, batch, rng, scale, frozen=frozenset(), memory=None):
-            read = params if (late := _late.get()) is None else late.params
-            given = (read, model_state, batch, rng, scale)
+            if (late := _late.get()) is not None:
+                params, rng = late.params, late.rng
+            given = (params, model_state, batch, rng, scale)
             return run_engine(inner, *given, frozen=frozen, memory=memory)
 
         return of_late

@@ -1,6 +1,8 @@
 """Late gradients are their definition, on any mesh; without delays they are the plain step."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.methods.asynchrony import Workers, asynchronous, simulate
+from jaxtrain.methods.asynchrony import Workers, asynchronous, in_order, simulate
 from jaxtrain.methods.method import Method
 from jaxtrain.tree import named_leaves
 from tests.methods.test_local_updates import FAST, experiment, trained
@@ -49,8 +51,23 @@ def test_a_table_is_that_of_its_workers():
     assert (np.diff(events.seconds_U) >= 0).all()
     for ours, more in zip(events, simulate(UNEVEN, 500), strict=True):
         assert np.array_equal(ours, more[:400])
+    # A batch is given to the worker that has just sent its gradient, and they are all taken.
+    assert sorted(events.batch_U)[:390] == list(range(390))
     other = simulate(UNEVEN, 400, seed=1)
     assert not np.array_equal(events.worker_U, other.worker_U)
+
+
+def test_batches_come_in_the_order_of_the_updates():
+    events = simulate(dataclasses.replace(UNEVEN, late=3), 60)
+    assert len(set(events.batch_U)) == 60 > (np.diff(events.batch_U) == 1).sum()
+
+    @contextlib.contextmanager
+    def stream(start, shardings):
+        yield itertools.count(start)
+
+    for start in (0, 1, 31):
+        with in_order(stream, events.batch_U)(start, None) as batches:
+            assert list(batches) == events.batch_U[start:].tolist()
 
 
 def test_bounds_and_thresholds_hold():
@@ -107,10 +124,8 @@ def defined(start, rows, events, temper):
     versions, momentum = [], {name: 0.0 * x for name, x in now.items()}
     for update, delay in enumerate(events.delay_U):
         versions.append(now)
-        read, batch = (
-            versions[update - delay],
-            {n: x.astype(float) for n, x in rows(update).items()},
-        )
+        read = versions[update - delay]
+        batch = {n: x.astype(float) for n, x in rows(int(events.batch_U[update])).items()}
         error = batch["x"] @ read["a"] + read["b"] - batch["y"]
         error *= 2 * batch["mask"][:, None] / batch["mask"].sum()
         grads = {"a": batch["x"].T @ error, "b": error.sum(0)}
@@ -133,8 +148,9 @@ def defined(start, rows, events, temper):
 def test_updates_are_their_definition(temper, layout, devices):
     start, rows, made = regression(24, layout)
     workers = dataclasses.replace(UNEVEN, temper=temper, late=20)
-    state, metrics, _ = trained(asynchronous(made, workers), devices, rows, FAST)
     events = simulate(workers, 24)
+    given = lambda update: rows(int(events.batch_U[update]))  # noqa: E731
+    state, *_ = trained(asynchronous(made, workers), devices, given, FAST)
     assert events.delay_U.max() > 8
     wanted, momentum = defined(start, rows, events, temper)
     for name, x in wanted.items():
@@ -148,7 +164,7 @@ def test_updates_are_their_definition(temper, layout, devices):
 @pytest.mark.parametrize("tau", [1, 2, 5])
 def test_delayed_descent_is_stable_up_to_its_bound(tau, tmp_path):
     steps, log = 3000, tmp_path / "events.jsonl"
-    rows = [{"worker": 0, "delay": min(i, tau), "seconds": i} for i in range(steps)]
+    rows = [{"worker": 0, "batch": i, "delay": min(i, tau), "seconds": i} for i in range(steps)]
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     bound = 2 * np.sin(np.pi / (4 * tau + 2))
 
@@ -192,17 +208,20 @@ def test_what_cannot_be_is_refused(tmp_path):
             Workers(**given)
     log, made = tmp_path / "events.jsonl", experiment()
     for line, message in (
-        ('{"worker": 0, "delay": 0, "seconds": 1}', "has 1 updates and the run 5 steps"),
-        ('{"worker": 0, "delay": 1, "seconds": 1}', "a delay from 0 to the 0 updates"),
+        (
+            '{"worker": 0, "batch": 0, "delay": 0, "seconds": 1}',
+            "has 1 updates and the run 5 steps",
+        ),
+        ('{"worker": 0, "batch": 0, "delay": 1, "seconds": 1}', "at most the 0 updates before"),
         ('{"worker": 0, "seconds": 1}', "an event has numbers"),
         ("[]", "an event has numbers"),
     ):
         log.write_text(line + "\n")
         with pytest.raises(ValueError, match=message):
             asynchronous(made, Workers(events=str(log)))
-    rows = [{"worker": 0, "delay": i, "seconds": i} for i in range(5)]
+    rows = [{"worker": 0, "batch": i, "delay": i, "seconds": i} for i in range(5)]
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match="late by 4 updates and `workers.late` is 2: give 4"):
+    with pytest.raises(ValueError, match=r"late by 4 updates and .* is 2: give 4"):
         asynchronous(made, Workers(events=str(log), late=2))
     with pytest.raises(ValueError, match="a method of its own"):
         asynchronous(made.with_(method=Method(lambda step: step)), UNEVEN)
