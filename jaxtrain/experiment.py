@@ -210,6 +210,12 @@ class Experiment:
                 f"`best_metric` is {self.metadata.best_metric!r} and eval_batches has sets by "
                 f"name: say of which, as in {next(iter(sets))}loss"
             )
+        more = {
+            name: dict(found) | dict(getattr(self.metadata, name))
+            for name in ("facts", "fingerprints")
+            if (found := getattr(self.method, name))
+        }
+        object.__setattr__(self, "metadata", dataclasses.replace(self.metadata, **more))
         self.laid  # noqa: B018  what a layout cannot be is refused here
 
     @classmethod
@@ -246,6 +252,11 @@ class Experiment:
         within another, the inner one."""
         sets = filter(self.metadata.best_metric.startswith, self.data.eval_sets)
         return max(sets, key=len, default=None)
+
+    @property
+    def train_batches(self) -> BatchStream:
+        """Opens the stream of training batches as the method has them."""
+        return self.method.batches(self.data.train_batches)
 
     @functools.cached_property
     def laid(self) -> "Laid":

@@ -373,7 +373,7 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
     """Trains on one device."""
     mesh, run = program.shapes.step.sharding.mesh, []
     state = make_state(program.experiment, mesh)
-    with program.experiment.data.train_batches(0, batch_sharding(mesh)) as stream:
+    with program.experiment.train_batches(0, batch_sharding(mesh)) as stream:
         for batch in itertools.islice(stream, steps):
             before = place(state, program)
             state, parts = run_step(program, state, batch)

@@ -16,12 +16,13 @@ Shapes: U updates, V versions of the parameters.
 import contextlib
 import contextvars
 import dataclasses
+import hashlib
 import heapq
 import itertools
 import json
 import math
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -70,8 +71,8 @@ class Workers:
     temper: float = 0.0
     """Power p of the factor (1 + delay)^-p on the update by a late gradient; 0 for none."""
     events: str | None = None
-    """The log of real workers to replay, events.jsonl in a run of `jaxtrain asynchronous`; it takes
-    the place of the simulation."""
+    """The log of real workers to replay, such as RUN/updates.jsonl of `jaxtrain asynchronous`; it
+    takes the place of the simulation."""
 
     def __post_init__(self) -> None:
         check_least(self, backup=0, bound=0, late=0, jitter=0, temper=0)
@@ -202,8 +203,8 @@ def read_events(path: str, updates: int) -> Events:
             rows.append((worker, batch, delay, float(row["seconds"])))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}, line {number}, is {line[:60]!r}: an event has numbers `worker`, "
-                "`batch`, `delay` and `seconds`"
+                f"{path}, line {number}, is {line[:60]!r}: an update has the numbers "
+                "worker, batch, delay and seconds"
             ) from error
         if not 0 <= delay < number or worker < 0 or batch < 0:
             raise ValueError(
@@ -283,8 +284,10 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
 
     def late_gradients(step: Step) -> Step:
         def update(state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
+            told = {"seconds": jnp.float32(events.seconds_U)[state.step]}
             if V == 1:
-                return step(state, batch)
+                state, metrics = step(state, batch)
+                return state, metrics | told
             delay = jnp.asarray(events.delay_U)[state.step]
             rng = jax.random.fold_in(state.rng, jnp.asarray(events.batch_U)[state.step])
             versions = state.method["versions"]
@@ -293,32 +296,25 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
             then = jax.tree.map(lambda v: v[(state.step - delay) % V], versions)
             with _of(Late(combine(then, rest), rng, delay)):
                 state, metrics = step(state, batch)
-            return dataclasses.replace(state, method={"versions": versions}), metrics
+            told["delay"] = delay.astype(jnp.float32)
+            return dataclasses.replace(state, method={"versions": versions}), metrics | told
 
         return update
 
-    before, given = experiment.data.counts, experiment.metadata
-    counts = lambda step: (before(step) if before else {}) | _counts(events, step)  # noqa: E731
-    own = {"method": Method(late_gradients, start=start), "counts": counts}
-    own["facts"] = dict(given.facts) | {"workers": events.facts}
-    if workers.events:
-        table = json.dumps([events.batch_U.tolist(), events.delay_U.tolist()])
-        own["fingerprints"] = dict(given.fingerprints) | {"workers.events": table}
+    table = hashlib.sha256(json.dumps([x.tolist() for x in events]).encode()).hexdigest()
+    method = Method(
+        late_gradients,
+        start=start,
+        batches=lambda stream: in_order(stream, events.batch_U),
+        facts={"workers": events.facts},
+        fingerprints={"workers.events": table} if workers.events else {},
+    )
+    own = {"method": method}
     if V > 1:
         own["engine"] = _of_late_parameters(experiment.task.engine)
-        own["train_batches"] = in_order(experiment.data.train_batches, events.batch_U)
         if workers.temper:
             own["optimizer"] = _tempered(experiment.optimizer, workers.temper)
     return experiment.with_(**own)
-
-
-def _counts(events: Events, step: int) -> Mapping[str, float]:
-    """What is logged of an update."""
-    at = min(step, len(events.delay_U)) - 1
-    return {
-        "workers/delay": float(events.delay_U[at]),
-        "workers/seconds": float(events.seconds_U[at]),
-    }
 
 
 @contextlib.contextmanager
