@@ -84,7 +84,7 @@ def test_what_gradients_from_elsewhere_do_not_go_with_is_refused(tmp_path):
     for made, message in (
         (experiment().with_(policy="fp16"), "a loss scale"),
         (experiment(steps_per_call=2), "several steps per call"),
-        (experiment(mesh={"data": 2}), "a mesh of"),
+        (experiment(), "a mesh of 8 devices"),
     ):
         with pytest.raises(ValueError, match=message):
             server.served(made)
