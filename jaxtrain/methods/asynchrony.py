@@ -284,11 +284,12 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
 
     def late_gradients(step: Step) -> Step:
         def update(state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
-            told = {"seconds": jnp.float32(events.seconds_U)[state.step]}
+            delay = jnp.asarray(events.delay_U)[state.step]
+            told = {"delay": delay.astype(jnp.float32)}
+            told["seconds"] = jnp.float32(events.seconds_U)[state.step]
             if V == 1:
                 state, metrics = step(state, batch)
                 return state, metrics | told
-            delay = jnp.asarray(events.delay_U)[state.step]
             rng = jax.random.fold_in(state.rng, jnp.asarray(events.batch_U)[state.step])
             versions = state.method["versions"]
             own, rest = partition(lambda name, _: name in named_leaves(versions), state.params)
@@ -296,7 +297,6 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
             then = jax.tree.map(lambda v: v[(state.step - delay) % V], versions)
             with _of(Late(combine(then, rest), rng, delay)):
                 state, metrics = step(state, batch)
-            told["delay"] = delay.astype(jnp.float32)
             return dataclasses.replace(state, method={"versions": versions}), metrics | told
 
         return update
