@@ -405,7 +405,7 @@ def _changes() -> Iterator[Capability]:
     names = {"called": "local|replica|method", "tolerance": 1e-4}
     yield own("local updates", change=lambda e: local_updates(e, local), **names)
     workers = Workers(seconds=(1.0, 2.0), late=2, temper=1.0)
-    names = {"called": "worker|method|pipe"}
+    names = {"called": "worker|method|pipe|engine"}
     yield own("late gradients", change=lambda e: asynchronous(e, workers), **names)
     yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
 
