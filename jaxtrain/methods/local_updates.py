@@ -27,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxtrain.engines.members import AXIS, at, check_engine, each, own_part, parts_of
 from jaxtrain.host.least import check_least
-from jaxtrain.methods.members import AXIS, at, each, over_parts, own_part, parts_of
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.ops.attention import branch_shares
 from jaxtrain.optim import frozen
@@ -173,10 +173,10 @@ def local_updates(experiment: Any, local: Local) -> Any:
 
         return all_replicas
 
-    own = {"rules": over_parts(experiment.task.rules)}
+    own = {"method": Method(local_updates, start=start)}
     if local.proximal:
         own["optimizer"] = _proximal(experiment.optimizer, local.proximal)
-    return experiment.with_(method=Method(local_updates, start=start), **own)
+    return experiment.with_(**own)
 
 
 def _check(experiment: Any, R: int) -> None:
@@ -185,6 +185,7 @@ def _check(experiment: Any, R: int) -> None:
         raise ValueError(
             "`local.replicas` is given and the experiment has a method of its own: leave one out"
         )
+    check_engine(experiment)
     if experiment.layout.zero:
         raise ValueError(
             f"`zero` is {experiment.layout.zero}, which spreads what each replica has of its own "
