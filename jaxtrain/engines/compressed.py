@@ -31,7 +31,6 @@ Shapes: R parts, of which a device has r; P pieces of a leaf, as many as parts.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import jax
@@ -280,8 +279,8 @@ def _engine(built: GradientEngine, rule: Rule, count: int, microbatches: int) ->
 def exchanged(
     rule: Rule,
     x: Mapping[str, jax.Array],
-    factors: Mapping[str, jax.Array] = MappingProxyType({}),
-    specs: Mapping[str, P] = MappingProxyType({}),
+    factors: Mapping[str, jax.Array] = {},
+    specs: Mapping[str, P] = {},
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array], int]:
     """Sums leaves over parts, compressed; those of ``data`` are not told what others have.
 
