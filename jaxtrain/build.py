@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.decisions import Gathered, Kind, Reason, Why
 from jaxtrain.engines.pipeline import pipeline, pipeline_eval_step
-from jaxtrain.engines.plain import plain
+from jaxtrain.engines.plain import plain, trainable
 from jaxtrain.engines.reduction import kept_by_gathering, why_not
 from jaxtrain.experiment import Experiment, Repeated
 from jaxtrain.host.chips import chip_of
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.ops.scaled import uncounted
-from jaxtrain.optim import averaged
+from jaxtrain.optim import averaged, frozen
 from jaxtrain.sharding.mesh import BATCH_AXES, make_mesh
 from jaxtrain.sharding.placement import Gather, constrain_tree, report_finding
 from jaxtrain.sharding.row_keys import draws_otherwise, row_count
@@ -413,5 +413,15 @@ def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
         "mesh": mesh,
         "policy": experiment.policy,
         "has_model_state": experiment.task.has_model_state,
-        "memory": experiment.task.engine.init,
+        "memory": _memory_of(experiment),
     }
+
+
+def _memory_of(experiment: Experiment) -> Callable[[PyTree], PyTree] | None:
+    """Makes the engine's memory of the parameters that train."""
+    optimizer, init = experiment.laid.optimizer, experiment.task.engine.init
+
+    def memory(params: PyTree) -> PyTree:
+        return init(trainable(params, frozen(jax.eval_shape(optimizer.init, params)))[0])
+
+    return memory if init is not None else None

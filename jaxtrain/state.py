@@ -175,9 +175,11 @@ def train_state_shardings(
         method=follow(state.method),
     )
     if lead := rules.mesh_axes("members", mesh):
-        apart = state_shardings(state.method, state.params, params, mesh)
-        method = map_named(partial(_along, lead), state.method, apart, shardings.method)
-        shardings = dataclasses.replace(shardings, method=method)
+        for part in ("method", "memory"):
+            own = getattr(state, part)
+            apart = state_shardings(own, state.params, params, mesh)
+            lies = map_named(partial(_along, lead), own, apart, getattr(shardings, part))
+            shardings = dataclasses.replace(shardings, **{part: lies})
     ruled = ruled_shardings(rest, shardings, mesh, rules)
     if offload_optimizer:
         ruled = dataclasses.replace(
@@ -264,7 +266,7 @@ def host_bytes(tree: PyTree) -> int:
 def _along(
     axes: Sequence[str], name: str, leaf: Any, apart: NamedSharding, other: NamedSharding
 ) -> NamedSharding:
-    """The sharding of a leaf of a method's state: of ``members``, each on its part of the axes."""
+    """The sharding of a leaf of a method or a memory: of ``members``, each on its part of axes."""
     parts = math.prod(apart.mesh.shape[axis] for axis in axes)
     if not name.startswith("members/") or leaf.shape[0] % parts:
         return other

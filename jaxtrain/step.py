@@ -39,6 +39,7 @@ from jaxtrain.tree import (
     PyTree,
     all_finite,
     is_count,
+    name_of,
     named_leaves,
     partition,
     select,
@@ -136,6 +137,11 @@ def build_engine(
             "be gradients: leave one of them out"
         )
     obstacle = why_not(loss_fn, has_model_state=has_model_state, engine=engine)
+    if engine.by_parts and (reason := why_not(loss_fn, has_model_state=has_model_state)):
+        raise ValueError(
+            f"the gradient engine {name_of(engine.make)!r} takes parts of a batch by themselves, "
+            f"which are not what the whole is, {reason}: use another engine"
+        )
     policy, stack = as_policy(policy), getattr(loss_fn, "stack", None)
     loss_fn = with_policy(
         normalize_loss(loss_fn, has_model_state), policy, gather, gradient_shardings

@@ -20,6 +20,7 @@ import optax
 
 from jaxtrain.compare import parity, whole_runs
 from jaxtrain.compare.whole_runs import Check
+from jaxtrain.engines.compressed import Compress, compressed
 from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import Experiment, optimizer_for
@@ -400,6 +401,9 @@ def _changes() -> Iterator[Capability]:
     same = lambda e: e.with_(engine=rounded(None))  # noqa: E731  what is drawn goes by the layout
     yield own("rounded gradients, neutral", change=same, called="engine")
     yield own("a method", change=lambda e: e.with_(method=method), called="method")
+    thin = compressed(Compress("powersgd", rank=2, parts=2))
+    names = {"called": "compress|engine", "tolerance": 1e-4}
+    yield own("compressed gradients", change=lambda e: e.with_(engine=thin), **names)
     local = Local(replicas=2, every=2, outer="nesterov", fragments=2)
     # The outer momentum is of small differences of parameters.
     names = {"called": "local|replica|method", "tolerance": 1e-4}

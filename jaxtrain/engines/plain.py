@@ -67,13 +67,17 @@ class Engine:
       accumulates: whether it takes the microbatches of a step itself, and is called once per step.
       init: ``params -> memory``, of what it remembers from one step to the next
         (``TrainState.memory``); a leaf that ends in a parameter's path lies on devices as that
-        does. A step that is left out leaves it as it was. None for an engine without a memory.
+        does, and one under ``members`` is split by its leading axis over ``data``. A step that is
+        left out leaves it as it was. None for an engine without a memory.
+      by_parts: whether it takes parts of the rows each by itself, and not for the sum alone, which
+        no loss may have that is not row-wise, or has model state.
     """
 
     make: Callable[..., GradientEngine]
     row_wise: bool = False
     accumulates: bool = False
     init: Callable[[PyTree], PyTree] | None = None
+    by_parts: bool = False
 
     def __call__(self, *given: Any) -> GradientEngine:
         return self.make(*given)

@@ -129,7 +129,8 @@ def reduced_once(
         if engine is not plain:
             report_finding(Kind.ENGINE, Why.BY(name=name_of(engine.make)))
         narrow = cast(params)
-        shards = find_shards(loss_fn, narrow, model_state, batch, rng, **how)
+        given = (narrow, model_state, batch, rng)
+        shards = None if engine.by_parts else find_shards(loss_fn, *given, **how)
         if shards is None:
             given = (params, model_state, batch, rng, loss_scale)
             return run_engine(built, *given, frozen=frozen, memory=memory)

@@ -26,13 +26,15 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
+from jaxtrain.engines.compressed import INT8, exchanged, two_stages
+from jaxtrain.engines.members import AXIS, at, check_engine, each, own_part, parts_of
 from jaxtrain.host.least import check_least
-from jaxtrain.methods.members import AXIS, at, each, over_parts, own_part, parts_of
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.ops.attention import branch_shares
 from jaxtrain.optim import frozen
-from jaxtrain.sharding.placement import free_axes, sizes_are_final
+from jaxtrain.sharding.placement import free_axes, sizes_are_final, specs_of
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
@@ -65,6 +67,9 @@ class Local:
     fragments: int = 1
     """Number of parts of the parameters, which meet at different steps, each after every so many:
     the largest exchange is then so many times smaller."""
+    bits: Literal[8, 32] = 32
+    """Bits of each number that a meeting sends: 8 rounds what each replica has moved by to 255
+    levels of a piece's largest, and what that comes to again."""
     proximal: float = 0.0
     """Strength of a pull of each replica towards where it last met the others (FedProx)."""
 
@@ -166,17 +171,17 @@ def local_updates(experiment: Any, local: Local) -> Any:
             for number, piece in enumerate(pieces):
                 is_time = (now + number * local.every // local.fragments) % local.every == 0
                 is_time |= (now <= local.after) | (now == experiment.steps)
-                meet = functools.partial(_meet, number, piece, outer)
+                meet = functools.partial(_meet, number, piece, outer, local.bits)
                 with branch_shares(local.every - 1, 1):
                     state = jax.lax.cond(is_time, meet, lambda state: state, state)
             return state, metrics
 
         return all_replicas
 
-    own = {"rules": over_parts(experiment.task.rules)}
+    own = {"method": Method(local_updates, start=start)}
     if local.proximal:
         own["optimizer"] = _proximal(experiment.optimizer, local.proximal)
-    return experiment.with_(method=Method(local_updates, start=start), **own)
+    return experiment.with_(**own)
 
 
 def _check(experiment: Any, R: int) -> None:
@@ -185,6 +190,7 @@ def _check(experiment: Any, R: int) -> None:
         raise ValueError(
             "`local.replicas` is given and the experiment has a method of its own: leave one out"
         )
+    check_engine(experiment)
     if experiment.layout.zero:
         raise ValueError(
             f"`zero` is {experiment.layout.zero}, which spreads what each replica has of its own "
@@ -257,14 +263,30 @@ def _put(params: PyTree, piece: Piece, values: Mapping[str, jax.Array], *, lead:
 
 
 def _meet(
-    number: int, piece: Piece, outer: optax.GradientTransformation | None, state: TrainState
+    number: int,
+    piece: Piece,
+    outer: optax.GradientTransformation | None,
+    bits: int,
+    state: TrainState,
 ) -> TrainState:
     """Takes a piece of the replicas' parameters through the outer optimizer, back to all of them;
     the model's state with the first."""
     kept, members = dict(state.method), state.method["members"]
     mean = _mean_by(kept["weight"][:, number])
-    met = jax.tree.map(mean, _take(members.params, piece, lead=1))
-    new, before = met, _take(state.params, piece)
+    there, before = _take(members.params, piece, lead=1), _take(state.params, piece)
+    if bits == 32:
+        met = jax.tree.map(mean, there)
+    else:
+        moved = jax.tree.map(
+            lambda x, x0: _shares(kept["weight"][:, number])(x - x0), there, before
+        )
+        whole = specs_of(state.params) or {}
+        # Some of the layers do not divide over pipe as all do.
+        cut = {n: P(None, *whole[n][1:]) for n in whole if piece.get(n, slice(None)) != slice(None)}
+        specs = {name: cut.get(name, spec) for name, spec in whole.items()}
+        total = exchanged(functools.partial(two_stages, INT8), moved, specs=specs)[0]
+        met = jax.tree.map(lambda x, by: x + by.astype(x.dtype), before, total)
+    new = met
     if outer is not None:
         displaced = jax.tree.map(jnp.subtract, before, met)
         kept["outer"] = list(kept["outer"])
@@ -291,17 +313,23 @@ def _joined(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _mean_by(weight_R: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Returns the mean of arrays [R, ...] by weight; where all weights are 0, all count alike."""
+    """Returns the mean of arrays [R, ...] by weight."""
+    return lambda x: _shares(weight_R)(x).sum(0)
+
+
+def _shares(weight_R: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """Returns what each of arrays [R, ...] adds to their mean by weight; where all weights are 0,
+    all count alike."""
     R, total = len(weight_R), weight_R.sum()
     share_R = jnp.where(total != 0, weight_R / jnp.where(total != 0, total, 1.0), 1.0 / R)
 
-    def mean(x: jax.Array) -> jax.Array:
+    def shares(x: jax.Array) -> jax.Array:
         x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
         share = share_R.reshape(R, *[1] * (x.ndim - 1)).astype(x.dtype)
         # What counts nothing may be NaN.
-        return (jnp.where(share != 0, x, 0) * share).sum(0)
+        return jnp.where(share != 0, x, 0) * share
 
-    return mean
+    return shares
 
 
 def _check_mesh(replicas: int) -> None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.methods.members import Together, at, each, over_parts, own_part
+from jaxtrain.engines.members import Together, at, check_engine, each, own_part
 from jaxtrain.methods.method import Method
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.stack import Stack
@@ -135,6 +135,7 @@ def populate(experiment: Any, members: Sequence[Member], *, together: Together =
             "a population is given and the experiment has a method of its own, such as replicas of "
             "local updates: leave one out"
         )
+    check_engine(experiment)
     run = functools.partial(each, split=False, together=together)
     given = named_leaves(experiment.task.params()) if experiment.task.params else {}
     metadata, cast = experiment.metadata, experiment.policy.cast_to_param
@@ -229,8 +230,7 @@ def populate(experiment: Any, members: Sequence[Member], *, together: Together =
 
     method = Method(population, start=start, evaluation=evaluation, shown=shown)
     flops = experiment.task.flops_per_step
-    rules = over_parts(experiment.task.rules)
-    own = {"derived": told, "flops_per_step": flops and P * flops, "rules": rules}
+    own = {"derived": told, "flops_per_step": flops and P * flops}
     return experiment.with_(method=method, **own)
 
 

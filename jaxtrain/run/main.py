@@ -24,6 +24,7 @@ import tyro
 
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
+from jaxtrain.engines.compressed import Compress, compressed
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
@@ -75,6 +76,7 @@ class Config:
     flushes to 0, by layer: flushed/gradients/blocks and so on."""
     local: Local = dataclasses.field(default_factory=Local)
     workers: Workers = dataclasses.field(default_factory=Workers)
+    compress: Compress = dataclasses.field(default_factory=Compress)
     gradients: Literal["float32", "int8"] = "float32"
     """What every device rounds the gradients of a microbatch to, at random, before they are
     summed."""
@@ -155,6 +157,8 @@ class Config:
         may_change = self.layout.may_change() | options.MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
         may_change |= {"steps": Effect.SAME} if constant else {}
+        compress = self.compress.on_mesh(self.layout.mesh.data)
+        self = dataclasses.replace(self, compress=compress)
         record = {"experiment": name, "module": module_name(type(self))}
         record |= {"flags": provenance.flags_of(self)} | given.pop("config", {})
         if "optimizer" not in given:
@@ -168,13 +172,16 @@ class Config:
                 return options.make_optimizer(chosen, steps=self.steps, stacked=found, **rows)
 
             given["optimizer"] = optimizer_of
-        if self.gradients == "int8":
+        engines = {"gradients": rounded()} if self.gradients == "int8" else {}
+        if compress.name is not None:
+            engines["compress.name"] = compressed(compress)
+        for flag, engine in engines.items():
             if "engine" in given:
                 raise ValueError(
-                    f"`gradients` is 'int8' and experiment {name!r} has an engine of its own: give "
-                    "one of them"
+                    f"`{flag}` is given and experiment {name!r} has another engine: give one of "
+                    "them"
                 )
-            given["engine"] = rounded()
+            given["engine"] = engine
         policy = dataclasses.replace(Policy.named(self.precision), cast_batch=self.cast_batch)
         if self.recipe_in is not None:
             if policy.recipe is None:

@@ -43,7 +43,7 @@ LOGICAL_AXES: Mapping[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "experts": "expert",
-    "members": None,  # of a method with several trainings in its state
+    "members": "data",  # of several trainings, or errors of several parts, in a state
 }
 
 # A leaf of at least this many elements must not end up whole on every device by accident.

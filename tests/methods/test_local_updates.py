@@ -14,6 +14,7 @@ from jaxtrain import build
 from jaxtrain.methods.local_updates import RATES, Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
+from jaxtrain.planning.ahead_of_time import explain
 from jaxtrain.run.options import RunOptions
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.tree import named_leaves
@@ -227,6 +228,36 @@ def test_nothing_is_sent_between_meetings_and_then_the_parameters_once():
     assert sent(text.compiled.as_text())[False] > size / 2  # a layer of the loop is counted once
     for name, x in named_leaves(state.method["members"]).items():  # each its own
         assert x.sharding.spec[0] == "data", name
+
+
+def test_a_meeting_in_8_bits_sends_a_quarter_and_is_near():
+    def loss_fn(params, batch, rng):
+        y = jax.numpy.tanh(batch["x"] @ params["a"]) @ params["b"]
+        return jt.WeightedLoss(total=(y**2).sum(), weight=float(len(y)))
+
+    def rows(number):
+        return {"x": np.random.default_rng(number).normal(size=(8, 64)).astype(np.float32)}
+
+    init = lambda rng: dict(zip("ab", jax.random.normal(rng, (2, 64, 64)) / 8, strict=True))  # noqa: E731
+    own = {"init_fn": init, "loss_fn": jt.row_wise(loss_fn), "batch": rows(0)}
+    own |= {"train_batches": None, "optimizer": jt.make_optimizer("sgd", 0.01)}
+    made = jt.Experiment.of(name="wide", steps=2, **own)
+    made, found = made.with_(**problems.with_layout({"mesh": {"data": 4}})), {}
+    for bits in (8, 32):
+        local = Local(replicas=4, every=2, bits=bits)
+        state, _, train = trained(local_updates(made, local), 4, rows, FAST)
+        mesh = build.make_experiment_mesh(made, jax.devices()[:4])
+        start = jax.device_get(build.make_state(made, mesh).params)
+        found[bits] = state.params, [c for c in explain(train, mesh).collectives if c.share < 1]
+    (ours, in_8), (exact, in_32) = found[8], found[32]
+    size = sum(4 * x.size for x in jax.tree.leaves(exact))
+    for bits, rows in ((8, in_8), (32, in_32)):  # a ring's all-reduce sends twice what it reduces
+        sent = sum(c.sent * c.executions / c.share for c in rows)
+        wanted = 2 * 3 / 4 * size * bits / 32
+        assert wanted <= sent <= 1.1 * wanted, bits
+    for name, x in exact.items():
+        off, moved = abs(ours[name] - x).max(), abs(x - start[name]).max()
+        assert 1e-4 * moved < off < 0.02 * moved, name
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ a member computes is the same either way, to rounding.
 Shapes: M members, B rows of a batch.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,12 +17,20 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.engines.plain import trainable
 from jaxtrain.sharding.placement import apart_along, free_axes, sizes_are_final
-from jaxtrain.sharding.rules import Rules
 from jaxtrain.tree import PyTree, named_leaves, partition
 
 # The mesh axis whose parts have members of their own.
 AXIS = "data"
 Together = Literal["map", "vmap"]
+
+
+def check_engine(experiment: Any) -> None:
+    """Raises ValueError where gradients are of parts of a batch, whose axis members stand on."""
+    if experiment.task.engine.by_parts:
+        raise ValueError(
+            "gradients are compressed (`compress.name`) over the mesh axis on which replicas, or "
+            "members of a population, train by themselves: leave one out"
+        )
 
 
 def own_part(params: PyTree, still: Any) -> PyTree:
@@ -33,11 +40,6 @@ def own_part(params: PyTree, still: Any) -> PyTree:
     """
     trains = named_leaves(trainable(params, still)[0])
     return partition(lambda name, _: name in trains or name.endswith("/factor"), params)[0]
-
-
-def over_parts(rules: Rules) -> Rules:
-    """Returns the rules by which members lie on the parts of the mesh axis."""
-    return dataclasses.replace(rules, axes=dict(rules.axes) | {"members": AXIS})
 
 
 def at(tree: PyTree, index: Any) -> PyTree:
