@@ -119,7 +119,7 @@ def joined(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def check_parts(flag: str, R: int) -> None:
-    """Raises ValueError where the mesh that is traced has no part of its own for each of so many."""
+    """Raises ValueError where the mesh that is traced does not split so many evenly."""
     mesh = jax.sharding.get_abstract_mesh()
     if AXIS in free_axes(mesh) and sizes_are_final() and parts_of(R) == 1:
         raise ValueError(
