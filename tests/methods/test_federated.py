@@ -49,12 +49,12 @@ def experiment(how, local_batch=B, **layout):
     return federated(made.with_(**problems.with_layout(layout)), how, local_batch=local_batch)
 
 
-def trained(made, count=1, rounds=ROUNDS):
+def trained(made, count=1, rounds=ROUNDS, batches=batch):
     mesh = build.make_experiment_mesh(made, jax.devices()[:count])
     state = build.make_state(made, mesh)
     train = build.compile_train(made, state, mesh)
     for number in range(rounds):
-        state, metrics = train(state, batch(number))
+        state, metrics = train(state, batches(number))
     return jax.device_get(state), jax.device_get(metrics)
 
 
