@@ -30,9 +30,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxtrain.engines.members import own_part
 from jaxtrain.engines.plain import Engine, GradientEngine, run_engine
 from jaxtrain.host.least import check_least
-from jaxtrain.methods.members import own_part
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.optim import frozen
 from jaxtrain.state import TrainState
