@@ -326,8 +326,8 @@ def compile_loop(
 
 
 def stream_shardings(experiment: Experiment, mesh: Mesh) -> Any:
-    """Where a stream of training batches is to place them: by rows, or, where more than rows is
-    split, each leaf as the step has it, so that a process reads no more than its part."""
+    """Where batches, of training or held out, are to be placed: by rows, or, where more than rows
+    is split, each leaf as the step has it, so that a process reads no more than its part."""
     batch, rows = experiment.data.batch, batch_sharding(mesh)
     shardings = batch_shardings(batch, mesh, experiment.laid.rules)
     return rows if set(jax.tree.leaves(shardings)) <= {rows} else shardings

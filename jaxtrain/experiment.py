@@ -44,7 +44,7 @@ class Repeated(NamedTuple):
 # Opens the endless stream of global batches from a step on, placed on devices; each batch is a
 # function of its step and of nothing else.
 BatchStream = Callable[[int, PyTree], AbstractContextManager[Iterator[PyTree]]]
-EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree | Repeated]]
+EvalBatches = Callable[[PyTree], Iterable[PyTree | Repeated]]
 
 
 def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):
@@ -118,9 +118,9 @@ class Data:
     """Opens the stream of training batches, placed by a sharding of rows or, where the layout
     splits more of a batch, by those of its leaves."""
     eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
-    """``sharding -> batches``, one pass over the held-out ones, placed on devices, of which some
-    may be :class:`Repeated`; or several passes by name, whose metrics are ``NAME/loss``; None for
-    no evaluation. It is kept by name, one pass under ``""``."""
+    """``sharding -> batches``, one pass over the held-out ones, placed as training batches are, of
+    which some may be :class:`Repeated`; or several passes by name, whose metrics are
+    ``NAME/loss``; None for no evaluation. It is kept by name, one pass under ``""``."""
     items_per_step: int = 0
     """Number of tokens (or images) that one global batch holds."""
     item: str = "tokens"
