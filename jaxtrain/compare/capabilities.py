@@ -344,6 +344,18 @@ def _populated(experiment: Experiment) -> Experiment:
     return populate(whole, members)
 
 
+def _bred(experiment: Experiment) -> Experiment:
+    """Two members of one seed, of which the first is copied over the other before each later step.
+    What parity replays is copied too: with keys of their own they would have other gradients."""
+
+    def optimizer(stack: Any, **numbers: Any) -> optax.GradientTransformation:
+        made = optimizer_for(experiment, stack)
+        return optax.chain(made, optax.scale(numbers.get("rate", 1.0)))
+
+    members = [Member(experiment.laid.init_fn, 0, {"rate": rate}) for rate in (0.5, 1.5)]
+    return populate(experiment.with_(optimizer=follow(optimizer)), members, exploit_every=1)
+
+
 def _with_head(head: str, experiment: Experiment) -> Experiment:
     """An encoder with a head for tags or spans, which are functions of its tokens."""
     config = experiment.metadata.config
@@ -381,6 +393,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("masked and rounded kernels", change=_constrained, **names)
     names = {"called": "population|member|method|lora|low.rank|kernel|freeze|frozen"}
     yield tune("population of adapters", change=_populated, **names)
+    names = {"called": "population|member|method"}
+    yield tune("population, the best copied", change=_bred, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=functools.partial(_preferences, "dpo"), **names)
     own = functools.partial(_preferences, "kto_unpaired")
