@@ -210,6 +210,8 @@ class Experiment:
                 f"`best_metric` is {self.metadata.best_metric!r} and eval_batches has sets by "
                 f"name: say of which, as in {next(iter(sets))}loss"
             )
+        if self.task.engine.check is not None:
+            self.task.engine.check(self)
         self.laid  # noqa: B018  what a layout cannot be is refused here
 
     @classmethod
