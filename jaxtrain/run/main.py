@@ -32,6 +32,7 @@ from jaxtrain.host.paths import as_path
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.asynchrony import Workers, asynchronous
 from jaxtrain.methods.local_updates import Local, local_updates
+from jaxtrain.methods.privacy import DRAWN, Private, private_training
 from jaxtrain.ops.scaled import RECIPES
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run import options, provenance
@@ -77,6 +78,7 @@ class Config:
     local: Local = dataclasses.field(default_factory=Local)
     workers: Workers = dataclasses.field(default_factory=Workers)
     compress: Compress = dataclasses.field(default_factory=Compress)
+    private: Private = dataclasses.field(default_factory=Private)
     gradients: Literal["float32", "int8"] = "float32"
     """What every device rounds the gradients of a microbatch to, at random, before they are
     summed."""
@@ -153,10 +155,11 @@ class Config:
                     "own: make them of config.of_rows(rows), or give `steps`"
                 )
             self = counted
+        is_private = self.private.clip is not None
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
         may_change = self.layout.may_change() | options.MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
-        may_change |= {"steps": Effect.SAME} if constant else {}
+        may_change |= {"steps": Effect.SAME} if constant and not is_private else {}
         compress = self.compress.on_mesh(self.layout.mesh.data)
         self = dataclasses.replace(self, compress=compress)
         record = {"experiment": name, "module": module_name(type(self))}
@@ -201,7 +204,28 @@ class Config:
                 f"would stop the run: give a multiple of {self.local.every}"
             )
         made = Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
+        if is_private:
+            nonce = provenance.fingerprint(self, may_change, data=made.metadata.fingerprints)
+            made = self._private(made, nonce)
         return asynchronous(local_updates(made, self.local), self.workers)
+
+    def _private(self, experiment: Experiment, nonce: int) -> Experiment:
+        """Raises ValueError for flags that would break the guarantee of a private run."""
+        for name in ("skip_spikes", "plateau_factor"):
+            if (value := getattr(self.optimizer, name)) is not None:
+                raise ValueError(
+                    f"`optimizer.{name}` is {value} and `private.clip` is given: the update would "
+                    "go by losses, which no noise hides; leave one of them out"
+                )
+        if given := sorted({*self.run.accept_changes} - {"stopped"}):
+            raise ValueError(
+                f"`accept_changes` is {given[0]} and `private.clip` is given: steps that are made "
+                "again would be published with other noise or on other gradients, and be accounted "
+                "for once; begin a new run"
+            )
+        rows = round((experiment.data.steps_per_epoch or 0) * self.global_batch)
+        sizes = {"rows": rows, "examples": self.global_batch}
+        return private_training(experiment, self.private, nonce=nonce, **sizes)
 
     def _refuse_void_flags(self, name: str) -> None:
         """Raises ValueError for flags of an optimizer that the module has not read."""
@@ -267,7 +291,7 @@ class Config:
                 for batch, count in data.whole_batches(rows, size, sharding=sharding)
             )
 
-        batches = data.Batches(train, global_batch=self.global_batch, seed=self.seed)
+        batches = self._batches(train)
         ahead = max(2, min(self.layout.steps_per_call, self.steps))
         found = {
             "batch": batches.shapes,
@@ -280,6 +304,14 @@ class Config:
             sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
             found["eval_batches"] = {name: passes(rows) for name, rows in sets.items()}
         return found
+
+    def _batches(self, rows: data.RowSource) -> data.Batches:
+        if self.private.clip is None:
+            return data.Batches(rows, global_batch=self.global_batch, seed=self.seed)
+        # Rows of a batch divide over what those of a global batch may divide over.
+        divisor = math.gcd(self.global_batch, 32 * self.layout.accumulate)
+        how = {"leaf": DRAWN, "bands": self.private.bands, "divisor": divisor}
+        return data.PoissonBatches(rows, examples=self.global_batch, seed=self.seed, **how)
 
 
 def _steps_per_epoch(rows: data.RowSource, global_batch: int) -> fractions.Fraction | None:
