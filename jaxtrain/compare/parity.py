@@ -63,7 +63,16 @@ from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.sharding.stack import Stack, StackedLeaf
 from jaxtrain.stages import Stages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, is_a, key_data, map_kind, named_leaves, nodes_of, owner_of
+from jaxtrain.tree import (
+    PyTree,
+    is_a,
+    key_data,
+    map_kind,
+    named_leaves,
+    nodes_of,
+    owner_of,
+    select,
+)
 
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2, "pure_bf16": 5e-2, "fp16": 5e-3}  # by policy
 TOLERANCES |= dict.fromkeys(RECIPES, 5e-2)
@@ -500,15 +509,16 @@ class Compared(NamedTuple):
 
 
 def _compared(replays: bool) -> optax.GradientTransformation:
-    """Keeps the latest gradient, and with ``replays`` passes on the one that it has been given."""
+    """Keeps the latest gradient, and with ``replays`` passes on the one that it has been given. It
+    has none where a method takes several steps and keeps no state of the optimizer."""
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    return optax.GradientTransformation(
-        lambda params: Compared(zeros(params), zeros(params)),
-        lambda grads, state, params=None: (
-            state.given if replays else grads,
-            Compared(grads, state.given),
-        ),
-    )
+
+    def update(grads: PyTree, state: Compared, params: PyTree = None) -> tuple[PyTree, Compared]:
+        has = jnp.array([jnp.any(g != 0) for g in jax.tree.leaves(state.given)]).any()
+        passed = select(has, state.given, grads) if replays else grads
+        return passed, Compared(grads, state.given)
+
+    return optax.GradientTransformation(lambda p: Compared(zeros(p), zeros(p)), update)
 
 
 def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.clients import Partition
 from jaxtrain.host.least import check_least
@@ -39,6 +40,7 @@ from jaxtrain.methods.members import each, own_part
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.methods.secure import to_float, to_integers
 from jaxtrain.optim import frozen
+from jaxtrain.sharding.placement import free_axes
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
 
@@ -153,6 +155,9 @@ def client_round(step: Step, *, epochs: int, local_batch: int) -> Any:
     """
 
     def client(key: jax.Array, rows: PyTree, state: TrainState) -> tuple[PyTree, Any]:
+        # XLA's partitioner aborts on a lookup in split rows within a shard_map.
+        if free_axes(jax.sharding.get_abstract_mesh()):
+            rows = jax.lax.with_sharding_constraint(rows, P())
         order_key, key = jax.random.split(key)
         (N,) = {x.shape[0] for x in jax.tree.leaves(rows) if x.shape}
         mask = rows.get("mask") if isinstance(rows, dict) else None
@@ -163,8 +168,7 @@ def client_round(step: Step, *, epochs: int, local_batch: int) -> Any:
             return jnp.argsort(draws_N).reshape(-1, local_batch)
 
         def local(state: TrainState, places_B: jax.Array) -> tuple[TrainState, Any]:
-            batch = jax.tree.map(lambda x: x[places_B] if jnp.ndim(x) else x, rows)
-            return step(state, batch)
+            return step(state, jax.tree.map(lambda x: x[places_B] if jnp.ndim(x) else x, rows))
 
         orders_KB = jax.vmap(order)(jax.random.split(order_key, epochs)).reshape(-1, local_batch)
         begun = dataclasses.replace(state, step=jnp.zeros_like(state.step), rng=key, method=None)
