@@ -63,16 +63,7 @@ from jaxtrain.sharding.rules import Rule, Rules, as_rules, batch_sharding
 from jaxtrain.sharding.stack import Stack, StackedLeaf
 from jaxtrain.stages import Stages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import (
-    PyTree,
-    is_a,
-    key_data,
-    map_kind,
-    named_leaves,
-    nodes_of,
-    owner_of,
-    select,
-)
+from jaxtrain.tree import PyTree, is_a, key_data, map_kind, named_leaves, nodes_of, owner_of
 
 TOLERANCES = {"f32": 1e-5, "bf16": 2e-2, "pure_bf16": 5e-2, "fp16": 5e-3}  # by policy
 TOLERANCES |= dict.fromkeys(RECIPES, 5e-2)
@@ -515,8 +506,8 @@ def _compared(replays: bool) -> optax.GradientTransformation:
 
     def update(grads: PyTree, state: Compared, params: PyTree = None) -> tuple[PyTree, Compared]:
         has = jnp.array([jnp.any(g != 0) for g in jax.tree.leaves(state.given)]).any()
-        passed = select(has, state.given, grads) if replays else grads
-        return passed, Compared(grads, state.given)
+        kept = jax.tree.map(functools.partial(jnp.where, has), state.given, grads)
+        return kept if replays else grads, Compared(grads, state.given)
 
     return optax.GradientTransformation(lambda p: Compared(zeros(p), zeros(p)), update)
 

@@ -45,7 +45,7 @@ def partition(
     shuffled_N = rng.permutation(len(labels_N))
     by_label = [shuffled_N[labels_N[shuffled_N] == label] for label in np.unique(labels_N)]
     pieces, what = (clients * SHARDS, "shards") if how == "shards" else (clients, "clients")
-    if not 1 <= pieces <= len(labels_N):
+    if how != "labels" and not 1 <= pieces <= len(labels_N):
         raise ValueError(
             f"`clients` is {clients} and there are {len(labels_N)} rows for {pieces} {what}: give "
             "1 or more, and fewer than rows"

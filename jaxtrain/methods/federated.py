@@ -68,22 +68,18 @@ class Federated(Meeting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, clients=1, per_round=1, epochs=1)
-        for name in ("alpha", "clip"):
-            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
-                raise ValueError(f"`federated.{name}` is {value}: give a number above 0")
+        check_least(self, clients=1, per_round=1, epochs=1, alpha=1e-6, clip=1e-6)
 
 
 def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
     """Returns a :class:`jaxtrain.Experiment` of which a step is a round of clients.
 
-    A batch of the experiment holds the rows of ``how.per_round`` clients, in as many places for
-    each; rows whose ``mask`` is 0 stand behind a client's own and count nothing. ``params`` of the
-    state are the server's. The optimizer's state is the one that clients begin each round with, and
-    stays. Metrics are means by weight over the steps of all clients.
+    ``params`` of its state are the server's, and the optimizer's state is that which clients begin
+    each round with. Metrics are means by weight over the steps of all clients.
 
     Args:
-      experiment: that of a client's step, but for its batch.
+      experiment: that of a client's step, but for its batch, which holds the rows of all clients of
+        a round: N places for each, of which those without a row of its own have ``mask`` 0.
       how: the round; ``clients``, ``partition`` and ``alpha`` are for who makes the batches.
       local_batch: B, rows of a client's step.
 
@@ -127,11 +123,8 @@ def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
                 new = optax.apply_updates(before, updates)
                 state = dataclasses.replace(state, method={"outer": kept})
             metrics = joined(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), metrics_CK))
-            skipped = state.skipped + metrics["skipped"]
-            params = combine(new, state.params)
-            return dataclasses.replace(
-                state, step=state.step + 1, params=params, skipped=skipped
-            ), metrics
+            now = {"step": state.step + 1, "skipped": state.skipped + metrics["skipped"]}
+            return dataclasses.replace(state, params=combine(new, state.params), **now), metrics
 
         return federated_round
 
@@ -144,14 +137,8 @@ def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
 def client_round(step: Step, *, epochs: int, local_batch: int) -> Any:
     """Returns ``client(key, rows, state) -> (params, metrics)``: what one client does in a round.
 
-    Args:
-      step: the train step.
-      epochs: passes over the rows, each in an order of its own.
-      local_batch: B; rows without weight come last, so that all batches but one are whole.
-
-    Returns:
-      A pure function of a key, rows [N, ...] and the server's state, that returns the parameters
-      that train, and the metrics of all steps [K, ...].
+    It takes a key, rows [N, ...] and the server's state, and returns the parameters that train, and
+    the metrics of all steps [K, ...]. Rows without weight come last: all batches but one are whole.
     """
 
     def client(key: jax.Array, rows: PyTree, state: TrainState) -> tuple[PyTree, Any]:
