@@ -1,8 +1,9 @@
 """Train by federated rounds: ``python -m experiments.federated``.
 
-By default 50 clients of 29 digits each (scikit-learn's, of which a fifth is held out), of which 5
-train in a round, and McMahan et al.'s network of two hidden layers: 95 % in 20 rounds of 5 passes
-in batches of 10 (``--federated.epochs 5``). A step is a round.
+By default 50 clients have 28 or 29 digits each (scikit-learn's, of which a fifth is held out), 5 of
+them train in a round, and a step is a round. With ``--federated.epochs 5 --optimizer.learning-rate
+0.2`` 95 % of the held-out digits are right after 18 rounds (9 to 23 of three seeds), seconds on 2
+CPU cores. The network is McMahan et al.'s of two hidden layers.
 
     python -m experiments.federated --federated.partition shards --federated.epochs 5
     python -m experiments.federated --federated.clients 1 --federated.per-round 1  # central
