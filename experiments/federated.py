@@ -1,8 +1,9 @@
 """Train by federated rounds: ``python -m experiments.federated``.
 
-By default 50 clients of 29 digits each (scikit-learn's, of which a fifth is held out), of which 5
-train in a round, and McMahan et al.'s network of two hidden layers: 95 % in 20 rounds of 5 passes
-in batches of 10 (``--federated.epochs 5``). A step is a round.
+By default 50 clients have 28 or 29 digits each (scikit-learn's, of which a fifth is held out), 5 of
+them train in a round, and a step is a round. With ``--federated.epochs 5 --optimizer.learning-rate
+0.2`` 95 % of the held-out digits are right after 18 rounds (9 to 23 of three seeds), seconds on 2
+CPU cores. The network is McMahan et al.'s of two hidden layers.
 
     python -m experiments.federated --federated.partition shards --federated.epochs 5
     python -m experiments.federated --federated.clients 1 --federated.per-round 1  # central
@@ -29,8 +30,9 @@ from jaxtrain.models import decoder, layers
 from jaxtrain.run import options
 from jaxtrain.sharding.rules import Rules
 
-# Held-out text, in rows.
-HELD_OUT = 200
+CLIENTS = {"name": "sgd", "learning_rate": 0.1, "schedule": "constant", "warmup_steps": 0}
+CLIENTS |= {"weight_decay": 0.0, "clip_norm": None}
+HELD_OUT = 200  # rows of text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +40,7 @@ class Config(jt.Config):
     """Trains a classifier of images, or a GPT, by rounds of clients that have rows of their own."""
 
     optimizer: options.OptimizerOptions = dataclasses.field(
-        default_factory=lambda: options.OptimizerOptions(
-            name="sgd",
-            learning_rate=0.1,
-            schedule="constant",
-            warmup_steps=0,
-            weight_decay=0.0,
-            clip_norm=None,
-        )
+        default_factory=lambda: options.OptimizerOptions(**CLIENTS)
     )
     federated: Federated = dataclasses.field(default_factory=Federated)
     data: str = "digits"
@@ -71,11 +66,14 @@ def build(config: Config) -> jt.Experiment:
             f"{config.optimizer.warmup_steps}: a client's optimizer begins anew in each round, and "
             "a schedule with it; give constant and 0"
         )
-    rows, held_out, labels_N, fields = (of_images if is_images(config) else of_text)(config)
-    clients, how = clients_of(config, labels_N), config.federated
-    rounds = data.ClientRows(
-        rows, clients, per_round=how.per_round, local_batch=config.global_batch
-    )
+    images = config.data == "digits" or config.data.endswith(".npz")
+    rows, held_out, labels_N, fields = (of_images if images else of_text)(config)
+    how = config.federated
+    given = {"clients": how.clients, "seed": config.seed, "alpha": how.alpha}
+    dealt = data.partition(labels_N, how.partition, **given)
+    clients = [own[: config.client_rows] for own in dealt]
+    given = {"per_round": how.per_round, "local_batch": config.global_batch}
+    rounds = data.ClientRows(rows, clients, **given)
     count = how.per_round * rounds.size
     wide = dataclasses.replace(config, global_batch=count).batches_of(rounds, held_out)
     own = fractions.Fraction(sum(map(len, clients)) * how.per_round * how.epochs, len(clients))
@@ -86,18 +84,6 @@ def build(config: Config) -> jt.Experiment:
     facts = {"clients": about} | fields.pop("facts")
     made = config.experiment("federated", items_per_step=round(own), facts=facts, **wide, **fields)
     return federated(made, how, local_batch=rounds.local_batch)
-
-
-def clients_of(config: Config, labels_N: np.ndarray) -> list[np.ndarray]:
-    """Returns the indices of each client's rows."""
-    how, most = config.federated, config.client_rows
-    given = {"clients": how.clients, "seed": config.seed, "alpha": how.alpha}
-    return [rows[:most] for rows in data.partition(labels_N, how.partition, **given)]
-
-
-def is_images(config: Config) -> bool:
-    """Returns whether the rows are images."""
-    return config.data == "digits" or config.data.endswith(".npz")
 
 
 def of_images(config: Config) -> tuple[Any, Any, np.ndarray, dict[str, Any]]:
@@ -123,11 +109,9 @@ def init(sizes: tuple[int, ...], rng: jax.Array) -> dict[str, Any]:
     """Draws dense layers of these widths, by He's law."""
     keys, pairs = jax.random.split(rng, len(sizes) - 1), itertools.pairwise(sizes)
     return {
-        f"dense_{i}": {
-            "kernel": jax.random.normal(key, (a, b)) * (2 / a) ** 0.5,
-            "bias": jnp.zeros(b),
-        }
-        for i, (key, (a, b)) in enumerate(zip(keys, pairs, strict=True))
+        f"dense_{i}": {"kernel": jax.random.normal(key, pair) * (2 / pair[0]) ** 0.5}
+        | {"bias": jnp.zeros(pair[1])}
+        for i, (key, pair) in enumerate(zip(keys, pairs, strict=True))
     }
 
 
@@ -154,15 +138,14 @@ def of_text(config: Config) -> tuple[Any, Any, np.ndarray, dict[str, Any]]:
     model = dataclasses.replace(
         decoder.PRESETS["tiny"](), vocab_size=vocab, seq_len=config.seq_len, layers=2, width=64
     )
+    digest = hashlib.sha256(b"".join(row["tokens"].tobytes() for row in rows)).hexdigest()
     fields = {
         "init_fn": functools.partial(decoder.init, model),
         "stages": decoder.stages(model),
         "rules": Rules(decoder.RULES, batch=decoder.BATCH),
         "gathers_layers": True,
         "item": "rows",
-        "fingerprints": {
-            "text": hashlib.sha256(b"".join(row["tokens"].tobytes() for row in rows)).hexdigest()
-        },
+        "fingerprints": {"text": digest},
         "facts": {"text": f"{len(packages)} packages and modules, {len(rows):,} rows"},
         "derived": language.perplexity,
         "config": {"model": dataclasses.asdict(model), "form": "decoder", "tokenizer": "bytes"},
@@ -172,9 +155,7 @@ def of_text(config: Config) -> tuple[Any, Any, np.ndarray, dict[str, Any]]:
 
 def packed(texts: Iterable[data.Document], config: Config, most: int) -> list[dict[str, Any]]:
     """Returns the first rows of texts."""
-    size, enough = itertools.accumulate(len(text.text) for text in texts), most * config.seq_len
-    count = sum(1 for _ in itertools.takewhile(lambda total: total < enough, size)) + 1
-    corpus = data.tokenize(itertools.islice(texts, count), data.ByteTokenizer())
+    corpus = data.tokenize(texts, data.ByteTokenizer())
     return list(itertools.islice(data.PackedTokens(corpus, config.seq_len), most))
 
 

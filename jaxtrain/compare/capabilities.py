@@ -32,6 +32,7 @@ from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.methods.asynchrony import Workers, asynchronous
+from jaxtrain.methods.federated import Federated, federated
 from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
@@ -422,6 +423,11 @@ def _changes() -> Iterator[Capability]:
     # The outer momentum is of small differences of parameters.
     names = {"called": "local|replica|method", "tolerance": 1e-4}
     yield own("local updates", change=lambda e: local_updates(e, local), **names)
+    # Adam, which begins anew in each round, blows up the rounding of gradients that are nearly 0.
+    names["flags"] = ("--optimizer.name", "sgd")
+    names["called"], rounds = "federated|client|replica|method", Federated(per_round=2, epochs=2)
+    of_rounds = lambda e: federated(e, rounds, local_batch=8)  # noqa: E731
+    yield own("federated rounds", change=of_rounds, **names)
     workers = Workers(seconds=(1.0, 2.0), late=2, temper=1.0)
     names = {"called": "worker|method|pipe|engine"}
     yield own("late gradients", change=lambda e: asynchronous(e, workers), **names)

@@ -17,12 +17,7 @@ SHARDS = 2
 
 
 def partition(
-    labels_N: Sequence[int],
-    how: Partition,
-    *,
-    clients: int,
-    seed: int,
-    alpha: float = 0.5,
+    labels_N: Sequence[int], how: Partition, *, clients: int, seed: int, alpha: float = 0.5
 ) -> list[np.ndarray]:
     """Deals the rows of a source to clients.
 
@@ -33,7 +28,7 @@ def partition(
         ``dirichlet`` deals the rows of each label by shares from a Dirichlet distribution
         (Yurochkin et al. 2019, https://arxiv.org/abs/1905.12022), so that sizes differ too.
         ``labels`` makes a client of each label.
-      clients: M, their number; of no meaning for ``labels``.
+      clients: M, which ``labels`` does not read.
       seed: of the draws.
       alpha: concentration of ``dirichlet``: the smaller, the fewer labels a client has.
 
@@ -49,11 +44,11 @@ def partition(
     labels_N, rng = np.asarray(labels_N), np.random.default_rng(seed)
     shuffled_N = rng.permutation(len(labels_N))
     by_label = [shuffled_N[labels_N[shuffled_N] == label] for label in np.unique(labels_N)]
-    pieces = clients * SHARDS if how == "shards" else clients
+    pieces, what = (clients * SHARDS, "shards") if how == "shards" else (clients, "clients")
     if how != "labels" and not 1 <= pieces <= len(labels_N):
         raise ValueError(
-            f"`clients` is {clients} and there are {len(labels_N)} rows for {pieces} "
-            f"{'shards' if how == 'shards' else 'clients'}: give from 1 to as many"
+            f"`clients` is {clients} and there are {len(labels_N)} rows for {pieces} {what}: give "
+            "1 or more, and fewer than rows"
         )
     if how == "labels":
         dealt = by_label
@@ -74,21 +69,16 @@ def partition(
 class ClientRows:
     """The rows of drawn clients: a source for `Batches`, of which batch number ``step`` is a round.
 
-    A batch has C N rows: those of each client that is drawn, N places for each, of which those that
-    it does not fill are zeros, mask included. Which are drawn is a function of the seed and the
-    round, without replacement.
+    A batch has N places for the rows of each of C clients; those that are not filled are zeros,
+    mask included. C of all clients are drawn, by the seed and the round.
 
     Args:
       rows: the source.
       clients: the indices of each client's rows, of :func:`partition`.
-      per_round: C, the clients of a round.
+      per_round: C, at most as many as there are clients.
       local_batch: rows of a client's batch, which divides N; 0 for all that a client has.
 
-    Attributes:
-      size: N, the most rows that a client has, filled up to whole batches.
-
-    Raises:
-      ValueError: more clients are to be drawn than there are.
+    ``size`` is N, the most rows that a client has, filled up to whole batches.
     """
 
     def __init__(

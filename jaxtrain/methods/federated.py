@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.clients import Partition
 from jaxtrain.engines.members import each, own_part
@@ -39,6 +40,7 @@ from jaxtrain.methods.meeting import (
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.methods.secure import to_float, to_integers
 from jaxtrain.optim import frozen
+from jaxtrain.sharding.placement import free_axes
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
 
@@ -66,22 +68,18 @@ class Federated(Meeting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(self, clients=1, per_round=1, epochs=1)
-        for name in ("alpha", "clip"):
-            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
-                raise ValueError(f"`federated.{name}` is {value}: give a number above 0")
+        check_least(self, clients=1, per_round=1, epochs=1, alpha=1e-6, clip=1e-6)
 
 
 def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
     """Returns a :class:`jaxtrain.Experiment` of which a step is a round of clients.
 
-    A batch of the experiment holds the rows of ``how.per_round`` clients, in as many places for
-    each; rows whose ``mask`` is 0 stand behind a client's own and count nothing. ``params`` of the
-    state are the server's. The optimizer's state is the one that clients begin each round with, and
-    stays. Metrics are means by weight over the steps of all clients.
+    ``params`` of its state are the server's, and the optimizer's state is that which clients begin
+    each round with. Metrics are means by weight over the steps of all clients.
 
     Args:
-      experiment: that of a client's step, but for its batch.
+      experiment: that of a client's step, but for its batch, which holds the rows of all clients of
+        a round: N places for each, of which those without a row of its own have ``mask`` 0.
       how: the round; ``clients``, ``partition`` and ``alpha`` are for who makes the batches.
       local_batch: B, rows of a client's step.
 
@@ -125,11 +123,8 @@ def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
                 new = optax.apply_updates(before, updates)
                 state = dataclasses.replace(state, method={"outer": kept})
             metrics = joined(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), metrics_CK))
-            skipped = state.skipped + metrics["skipped"]
-            params = combine(new, state.params)
-            return dataclasses.replace(
-                state, step=state.step + 1, params=params, skipped=skipped
-            ), metrics
+            now = {"step": state.step + 1, "skipped": state.skipped + metrics["skipped"]}
+            return dataclasses.replace(state, params=combine(new, state.params), **now), metrics
 
         return federated_round
 
@@ -142,17 +137,14 @@ def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
 def client_round(step: Step, *, epochs: int, local_batch: int) -> Any:
     """Returns ``client(key, rows, state) -> (params, metrics)``: what one client does in a round.
 
-    Args:
-      step: the train step.
-      epochs: passes over the rows, each in an order of its own.
-      local_batch: B; rows without weight come last, so that all batches but one are whole.
-
-    Returns:
-      A pure function of a key, rows [N, ...] and the server's state, that returns the parameters
-      that train, and the metrics of all steps [K, ...].
+    It takes a key, rows [N, ...] and the server's state, and returns the parameters that train, and
+    the metrics of all steps [K, ...]. Rows without weight come last: all batches but one are whole.
     """
 
     def client(key: jax.Array, rows: PyTree, state: TrainState) -> tuple[PyTree, Any]:
+        # XLA's partitioner aborts on a lookup in split rows within a shard_map.
+        if free_axes(jax.sharding.get_abstract_mesh()):
+            rows = jax.lax.with_sharding_constraint(rows, P())
         order_key, key = jax.random.split(key)
         (N,) = {x.shape[0] for x in jax.tree.leaves(rows) if x.shape}
         mask = rows.get("mask") if isinstance(rows, dict) else None
@@ -163,8 +155,7 @@ def client_round(step: Step, *, epochs: int, local_batch: int) -> Any:
             return jnp.argsort(draws_N).reshape(-1, local_batch)
 
         def local(state: TrainState, places_B: jax.Array) -> tuple[TrainState, Any]:
-            batch = jax.tree.map(lambda x: x[places_B] if jnp.ndim(x) else x, rows)
-            return step(state, batch)
+            return step(state, jax.tree.map(lambda x: x[places_B] if jnp.ndim(x) else x, rows))
 
         orders_KB = jax.vmap(order)(jax.random.split(order_key, epochs)).reshape(-1, local_batch)
         begun = dataclasses.replace(state, step=jnp.zeros_like(state.step), rng=key, method=None)

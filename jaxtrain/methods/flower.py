@@ -21,21 +21,16 @@ def client_app(
 ) -> Any:
     """Makes Flower's ``ClientApp`` of a train step; servers, strategies and processes are Flower's.
 
-    A message brings parameters by their paths, the number of the round, and if it likes ``epochs``.
-    The answer has the parameters, ``num-examples`` (the weight of the rows that were seen, by which
-    Flower's strategies average) and ``loss``. What a client computes is a function of the key of
-    ``init``, the round and the client.
+    A message brings parameters by their paths, the number of the round, and perhaps ``epochs``. The
+    answer has the parameters, ``num-examples`` (the weight of the rows that were seen, by which
+    Flower's strategies average) and ``loss``. It needs the extra ``flower``.
 
     Args:
       step: of :func:`jaxtrain.build_train_step`.
       init: makes the state that a client begins each round with, but for its parameters.
-      rows: ``partition-id -> rows`` [N, ...] of a client; the ``mask`` of those that fill its last
-        batch is 0.
+      rows: ``partition-id -> rows`` [N, ...] of a client; those that fill its last batch have
+        ``mask`` 0.
       local_batch: rows of a client's batch.
-
-    Raises:
-      ImportError: Flower (extra ``flower``) is not installed.
-      ValueError: as a message is answered, the server's arrays are not the model's.
     """
     flower = extras.load("clients of Flower need it", "flower", "flwr.app", "flwr.clientapp")
     record, app = flower.app, flower.clientapp.ClientApp()
@@ -48,7 +43,7 @@ def client_app(
     @app.train()
     def train(message: Any, context: Any) -> Any:
         config, number = message.content["config"], int(context.node_config["partition-id"])
-        state = begun()
+        state, round_ = begun(), int(config["server-round"]) - 1
         found = {name: array.numpy() for name, array in message.content["arrays"].items()}
         if other := found.keys() ^ named_leaves(state.params).keys():
             raise ValueError(
@@ -56,8 +51,7 @@ def client_app(
                 "the server parameters of this model"
             )
         params = map_named(lambda name, p: jnp.asarray(found[name], p.dtype), state.params)
-        key = jax.random.fold_in(state.rng, int(config["server-round"]) - 1)
-        key = jax.random.fold_in(key, number)
+        key = jax.random.fold_in(jax.random.fold_in(state.rng, round_), number)
         state = dataclasses.replace(state, params=params)
         own, metrics_K = client(int(config.get("epochs", 1)))(key, rows(number), state)
         found |= {name: np.asarray(x) for name, x in named_leaves(own).items()}
@@ -65,11 +59,8 @@ def client_app(
         losses_K = np.where(weight_K != 0, np.asarray(metrics_K["loss"]), 0)
         loss = float((losses_K * weight_K).sum() / (weight_K.sum() or 1))
         told = {"num-examples": float(weight_K.sum()), "loss": loss}
-        arrays = {name: record.Array(x) for name, x in found.items()}
-        content = {
-            "arrays": record.ArrayRecord(array_dict=arrays),
-            "metrics": record.MetricRecord(told),
-        }
-        return record.Message(content=record.RecordDict(content), reply_to=message)
+        arrays = record.ArrayRecord(array_dict={n: record.Array(x) for n, x in found.items()})
+        content = record.RecordDict({"arrays": arrays, "metrics": record.MetricRecord(told)})
+        return record.Message(content=content, reply_to=message)
 
     return app

@@ -28,6 +28,7 @@ from jaxtrain.host import extras
 
 _MODULES = ("Cipher.ChaCha20", "Cipher.ChaCha20_Poly1305", "Hash.SHA256", "Protocol.DH")
 _MODULES += ("Protocol.KDF", "Protocol.SecretSharing", "PublicKey.ECC", "Random")
+# Bytes of a secret, of the halves that Shamir's scheme takes, and before a sealed text.
 _SECRET, _HALF, _NONCE, _TAG = 32, 16, 12, 16
 
 
@@ -55,15 +56,9 @@ def _levels(clients: int) -> int:
 
 
 class Client:
-    """One client in one round.
+    """One client in one round, whose secrets any ``threshold`` clients together give back.
 
-    Args:
-      number: which client it is, from 0.
-      threshold: clients that together give back a secret; more than half of all, so that no two
-        groups can reveal different things.
-
-    Attributes:
-      public: its two public keys: of the channel by which it is sent shares, and of its masks.
+    ``public`` are its public keys: of the channel by which it is sent shares, and of its masks.
     """
 
     def __init__(self, number: int, *, threshold: int):
@@ -76,12 +71,11 @@ class Client:
         self._sent = False
 
     def share(self, publics: Mapping[int, tuple[bytes, bytes]]) -> dict[int, bytes]:
-        """Returns what each client is sent of this one's secrets, sealed for it alone.
+        """Returns the shares of this client's secrets, each sealed for one client.
 
-        ``publics`` are the public keys of all clients that take part, this one's too.
-
-        Raises:
-          ValueError: the threshold is not more than half of the clients, or above their number.
+        ``publics`` are the public keys of all that take part, by their numbers, this client's too.
+        Raises ValueError where the threshold is above their number, or at most half of it, so that
+        two groups could reveal different things.
         """
         if not len(publics) < 2 * self.threshold <= 2 * len(publics):
             raise ValueError(
@@ -101,14 +95,11 @@ class Client:
         return sealed
 
     def mask(self, integers_N: np.ndarray, sealed: Mapping[int, bytes]) -> np.ndarray:
-        """Returns this client's numbers, uint32 [N], under its masks.
+        """Returns this client's numbers, uint32 [N], under its masks with those who sent shares.
 
-        ``sealed`` is what this client was sent of each client's secrets, its own too. Masks are of
-        those pairs alone.
-
-        Raises:
-          ValueError: numbers were sent before, whose difference to others the same masks would
-            show; or a message is not what its sender has sealed.
+        ``sealed`` are the shares that were sent to it, by their senders, its own too. Raises
+        ValueError for a share that its sender has not sealed, and for a second call: the same masks
+        would show how numbers differ.
         """
         if self._sent:
             raise ValueError("this client has sent numbers under these masks: begin anew")
@@ -125,12 +116,11 @@ class Client:
         return masked_N
 
     def reveal(self, sent: Collection[int]) -> dict[int, bytes]:
-        """Returns this client's share of one secret of each client: of who has ``sent`` its numbers
-        the seed, of who has dropped out the key.
+        """Returns the shares that this client holds: of the seeds of clients that have ``sent``
+        their numbers, and of the keys of those that have dropped out.
 
-        Raises:
-          ValueError: too few have sent, or a share was revealed before: with another list, the
-            numbers of one client could be read.
+        Raises ValueError where too few have sent, and for a second call: with another list, the
+        numbers of one client could be read.
         """
         if len(sent) < self.threshold:
             raise ValueError(
@@ -166,8 +156,7 @@ def unmask(
       revealed: the shares that clients have revealed, by who reveals and of whom.
       threshold: that of the clients.
 
-    Raises:
-      ValueError: fewer clients than the threshold have revealed their shares.
+    Raises ValueError where fewer clients than the threshold have revealed their shares.
     """
     if len(revealed) < threshold:
         raise ValueError(
@@ -189,23 +178,6 @@ def unmask(
         for other in masked:
             total_N = total_N + _pair(key, publics, client, other, len(total_N))
     return total_N
-
-
-def secure_sum(
-    numbers: Mapping[int, np.ndarray], *, threshold: int, dropped: Collection[int] = ()
-) -> np.ndarray:
-    """Runs a whole round in this process; clients that have ``dropped`` send no numbers.
-
-    Returns the sum of the others' numbers, uint32 [N].
-    """
-    clients = {number: Client(number, threshold=threshold) for number in numbers}
-    publics = {number: client.public for number, client in clients.items()}
-    sealed = {number: client.share(publics) for number, client in clients.items()}
-    inbox = {to: {by: sealed[by][to] for by in sealed} for to in clients}
-    here = [number for number in clients if number not in dropped]
-    masked = {n: clients[n].mask(numbers[n], inbox[n]) for n in here}
-    revealed = {n: clients[n].reveal(here) for n in here}
-    return unmask(masked, publics, revealed, threshold=threshold)
 
 
 @functools.cache

@@ -55,7 +55,7 @@ def test_a_batch_has_the_rows_of_the_clients_that_are_drawn():
 
 @pytest.mark.parametrize(
     ("how", "clients", "why"),
-    [("iid", 0, "from 1 to"), ("iid", 701, "700 rows"), ("shards", 351, "for 702 shards")],
+    [("iid", 0, "give 1 or"), ("iid", 701, "700 rows"), ("shards", 351, "for 702 shards")],
 )
 def test_more_clients_than_rows_are_refused(how, clients, why):
     with pytest.raises(ValueError, match=why):

@@ -168,7 +168,7 @@ def test_integers_are_near_their_numbers_and_do_not_wrap():
         ({"per_round": 3}, {}, "`federated.per_round` is 3 and a batch has 32 rows"),
         ({"per_round": C}, {"local_batch": 3}, "a client has 8 places"),
         ({"per_round": C}, {"zero": 1}, "`zero` is 1"),
-        ({"per_round": C, "clip": 0.0}, {}, "`federated.clip` is 0.0"),
+        ({"per_round": C, "clip": 0.0}, {}, "`clip` is 0.0"),
         ({"per_round": C, "outer": "sgd", "momentum": 0.5}, {}, "`federated.momentum` is 0.5"),
     ],
 )
