@@ -282,8 +282,8 @@ def _meet(
         )
         whole = specs_of(state.params) or {}
         # Some of the layers do not divide over pipe as all do.
-        cut = {n: P(None, *whole[n][1:]) for n in whole if piece.get(n, slice(None)) != slice(None)}
-        specs = {name: cut.get(name, spec) for name, spec in whole.items()}
+        cut = [name for name in piece if piece[name] != slice(None)]
+        specs = whole | {name: P(None, *whole[name][1:]) for name in cut if name in whole}
         total = exchanged(functools.partial(two_stages, INT8), moved, specs=specs)[0]
         met = jax.tree.map(lambda x, by: x + by.astype(x.dtype), before, total)
     new = met
