@@ -272,7 +272,7 @@ def exchanged(
     factors: Mapping[str, jax.Array] = {},
     specs: Mapping[str, P] = {},
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array], float]:
-    """Sums leaves over parts, compressed; those of ``data`` are not told what others have.
+    """Sums leaves over their parts, compressed, along the mesh axis ``data`` where that divides R.
 
     Args:
       rule: of matrices without a factor; vectors are sent whole.
