@@ -2,25 +2,16 @@
 step is kept and added to the next (error feedback).
 
 A batch has R parts of its rows. Each has the gradient g of its rows, as a part of the mean, and an
-error e of its own. It sends an approximation s of g + e, and keeps e' = g + e - s. Whatever the
-rule, all that was sent plus all errors is the sum of the gradients, to rounding:
+error e of its own. It sends an approximation s of g + e, and keeps e' = g + e - s: all that was
+sent plus all errors is the sum of the gradients, to rounding.
 
-========  ================================================  ======================================
-rule      what is sent of a matrix [m, n], or of layers     bytes a device receives, each step
-========  ================================================  ======================================
-powersgd  two factors [m, k] and [n, k] (Vogels et al.      4 k (m + n)
-          2019, https://arxiv.org/abs/1905.13727)
-topk      the largest share of entries (Stich et al. 2018,  8 R share m n
-          https://arxiv.org/abs/1809.07599)
-sign      signs, and a mean magnitude (Karimireddy et al.   m n / 4
-          2019, https://arxiv.org/abs/1901.09847)
-int8      255 levels of a piece's largest magnitude         2 m n
-========  ================================================  ======================================
-
-Vectors are sent whole, and so is a matrix of which two factors would be no smaller. The last two
-rules sum in two stages, as 1-bit Adam does (Tang et al. 2021, https://arxiv.org/abs/2102.02888):
-each device receives one piece of all parts, sums it, and sends it to all, compressed again; the
-second error is the piece's owner's. So the bytes do not grow with R.
+Of a matrix ``powersgd`` sends two thin factors (Vogels et al. 2019,
+https://arxiv.org/abs/1905.13727), ``topk`` the largest entries (Stich et al. 2018,
+https://arxiv.org/abs/1809.07599), ``sign`` signs and a mean magnitude (Karimireddy et al. 2019,
+https://arxiv.org/abs/1901.09847), ``int8`` 255 levels of the largest magnitude. Vectors are whole.
+The last two sum in two stages (Tang et al. 2021, https://arxiv.org/abs/2102.02888): each device
+receives one piece of all parts, sums it, and sends it to all, rounded again; the second error is
+that of the piece's owner. So what a device receives does not grow with R.
 
 The number of parts is part of the mathematics. The mesh is not, but for weights that other axes
 split: topk, sign and int8 take each device's share of such a matrix for a matrix of its own.
@@ -122,30 +113,29 @@ def compressed(how: Compress) -> Engine:
 class Parts(NamedTuple):
     """The collectives of R parts, of which this device has those of the leading axis [r, ...].
 
-    ``received`` has the bytes of each result that is not summed here, as it is traced."""
+    ``received`` has the bytes that each part receives, on a ring, as they are traced."""
 
     count: int
     mapped: bool
-    received: list[int]
+    received: list[float]
 
     def total(self, x: jax.Array) -> jax.Array:
         """[r, ...] -> the sum over all parts [...]."""
         x = x.sum(0)
-        return self._counted(jax.lax.psum(x, AXIS) if self.mapped else x)
+        return self._received(jax.lax.psum(x, AXIS) if self.mapped else x, 2)
 
     def gathered(self, x: jax.Array) -> jax.Array:
         """[r, ...] -> [R, ...]."""
-        return self._counted(jax.lax.all_gather(x, AXIS, tiled=True) if self.mapped else x)
+        return self._received(jax.lax.all_gather(x, AXIS, tiled=True) if self.mapped else x)
 
     def turned(self, x: jax.Array) -> jax.Array:
         """All pieces of own parts [r, P, ...] -> own pieces of all parts [R, r, ...]."""
         how = {"split_axis": 1, "concat_axis": 0, "tiled": True}
         x = jax.lax.all_to_all(x, AXIS, **how) if self.mapped else x
-        self.received.append(x.nbytes // x.shape[1])  # of one part's device
-        return x
+        return self._received(x, 1 / x.shape[1])
 
-    def _counted(self, x: jax.Array) -> jax.Array:
-        self.received.append(x.nbytes)
+    def _received(self, x: jax.Array, times: float = 1) -> jax.Array:
+        self.received.append(x.nbytes * times)
         return x
 
     def numbers(self, here: int) -> jax.Array:
@@ -281,8 +271,8 @@ def exchanged(
     x: Mapping[str, jax.Array],
     factors: Mapping[str, jax.Array] = {},
     specs: Mapping[str, P] = {},
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array], int]:
-    """Sums leaves over parts, compressed; those of ``data`` are not told what others have.
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array], dict[str, jax.Array], float]:
+    """Sums leaves over their parts, compressed, along the mesh axis ``data`` where that divides R.
 
     Args:
       rule: of matrices without a factor; vectors are sent whole.

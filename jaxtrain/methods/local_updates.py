@@ -142,7 +142,7 @@ def local_updates(experiment: Any, local: Local) -> Any:
             for number, piece in enumerate(pieces):
                 is_time = (now + number * local.every // local.fragments) % local.every == 0
                 is_time |= (now <= local.after) | (now == experiment.steps)
-                meet = functools.partial(_meet, number, piece, outer, local.bits)
+                meet = functools.partial(_meet, number, piece, local)
                 with branch_shares(local.every - 1, 1):
                     state = jax.lax.cond(is_time, meet, lambda state: state, state)
             return state, metrics
@@ -201,28 +201,21 @@ def _put(params: PyTree, piece: Piece, values: Mapping[str, jax.Array], *, lead:
     return map_named(put, params)
 
 
-def _meet(
-    number: int,
-    piece: Piece,
-    outer: optax.GradientTransformation | None,
-    bits: int,
-    state: TrainState,
-) -> TrainState:
+def _meet(number: int, piece: Piece, local: Local, state: TrainState) -> TrainState:
     """Takes a piece of the replicas' parameters through the outer optimizer, back to all of them;
     the model's state with the first."""
-    kept, members = dict(state.method), state.method["members"]
+    kept, members, outer = dict(state.method), state.method["members"], local.outer_optimizer()
     mean = mean_by(kept["weight"][:, number])
     there, before = _take(members.params, piece, lead=1), _take(state.params, piece)
-    if bits == 32:
+    if local.bits == 32:
         met = jax.tree.map(mean, there)
     else:
-        moved = jax.tree.map(
-            lambda x, x0: shares_by(kept["weight"][:, number])(x - x0), there, before
-        )
+        shares = shares_by(kept["weight"][:, number])
+        moved = jax.tree.map(lambda x, then: shares(x - then), there, before)
         whole = specs_of(state.params) or {}
         # Some of the layers do not divide over pipe as all do.
-        cut = {n: P(None, *whole[n][1:]) for n in whole if piece.get(n, slice(None)) != slice(None)}
-        specs = {name: cut.get(name, spec) for name, spec in whole.items()}
+        cut = [name for name in piece if piece[name] != slice(None)]
+        specs = whole | {name: P(None, *whole[name][1:]) for name in cut if name in whole}
         total = exchanged(functools.partial(two_stages, INT8), moved, specs=specs)[0]
         met = jax.tree.map(lambda x, by: x + by.astype(x.dtype), before, total)
     new = met
