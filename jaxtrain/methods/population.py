@@ -59,9 +59,9 @@ class Population:
     """Whether a device computes its members one after another, or all at once. A mesh axis data of
     which their number is a multiple has some of them on each part."""
     exploit_every: int | None = None
-    """Steps after which, again and again, the quarter of the members with the lowest training loss
-    since is copied over the worst quarter, whose varied numbers of the optimizer are multiplied by
-    0.8 or 1.25; left out, members do not meet."""
+    """Number of steps between copies of members: the quarter with the lowest training loss of these
+    steps is copied over the worst quarter, and the copies' varied numbers of the optimizer are
+    multiplied by 0.8 or 1.25; left out, no member is copied."""
 
     def __post_init__(self) -> None:
         check_least(self, exploit_every=1)
