@@ -189,6 +189,8 @@ def choose_gather(
     Raises:
       ValueError: the layout asks for what the loss or the model cannot.
     """
+    if experiment.task.engine.by_row:  # which takes whole weights in any case
+        return Gathered("step")
     pipe = 1 if experiment.task.stages is None else mesh.shape.get("pipe", 1)
     obstacle = why_not_once(experiment, piped=pipe > 1)
     own, asked = experiment.task.gather, experiment.layout.gather

@@ -131,6 +131,8 @@ class Data:
     counts: Callable[[int], Mapping[str, float]] | None = None
     """``step -> numbers`` that are logged with the metrics of a step, such as the epochs of each
     source of its data."""
+    guarantee: str | None = None
+    """The guarantee of a run to its rows, such as an epsilon, for the header and the end."""
 
     def __post_init__(self) -> None:
         if not isinstance(given := self.eval_batches, Mapping):

@@ -15,7 +15,7 @@ import importlib, pkgutil, sys
 
 OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs"}
 OPTIONAL |= {"kubernetes", "mpi4py", "tokenizers", "pyarrow", "sklearn", "matplotlib"}
-OPTIONAL |= {"optuna", "cmaes", "Crypto", "flwr"}
+OPTIONAL |= {"dp_accounting", "optuna", "cmaes", "Crypto", "flwr"}
 OPTIONAL |= {"gguf", "torch", "huggingface_hub", "wandb", "mlflow", "trackio", "pynvml"}
 
 class Missing:
@@ -123,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 73538
+CEILING = 73515
 
 
 def test_the_house_does_not_grow_unseen():

@@ -22,6 +22,7 @@ from jaxtrain.compare import parity, whole_runs
 from jaxtrain.compare.whole_runs import Check
 from jaxtrain.engines.compressed import Compress, compressed
 from jaxtrain.engines.plain import Engine, GradientSums, plain
+from jaxtrain.engines.private import private
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
@@ -36,6 +37,7 @@ from jaxtrain.methods.federated import Federated, federated
 from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
+from jaxtrain.methods.privacy import check_private
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.config import stacked_layers
 from jaxtrain.optim import OPTIMIZERS
@@ -428,6 +430,10 @@ def _changes() -> Iterator[Capability]:
     names["called"], rounds = "federated|client|replica|method", Federated(per_round=2, epochs=2)
     of_rounds = lambda e: federated(e, rounds, local_batch=8)  # noqa: E731
     yield own("federated rounds", change=of_rounds, **names)
+    # Rows are drawn by the flag, and noise is added that no accounting of it is installed for.
+    noisy = dataclasses.replace(private(1.0, 0.1, 16.0), check=check_private)
+    names = {"flags": ("--private.noise", "0", "--seed", "1"), "called": "private|engine"}
+    yield own("private training", change=lambda e: e.with_(engine=noisy), **names)
     workers = Workers(seconds=(1.0, 2.0), late=2, temper=1.0)
     names = {"called": "worker|method|pipe|engine"}
     yield own("late gradients", change=lambda e: asynchronous(e, workers), **names)

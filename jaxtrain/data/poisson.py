@@ -39,14 +39,7 @@ class PoissonBatches(Batches):
     """
 
     def __init__(
-        self,
-        source: RowSource,
-        *,
-        examples: int,
-        seed: int,
-        leaf: str,
-        bands: int = 1,
-        divisor: int = 1,
+        self, source: RowSource, *, examples: int, seed: int, leaf: str, bands=1, divisor=1
     ):
         from scipy import stats  # a second to import
 
@@ -59,8 +52,8 @@ class PoissonBatches(Batches):
         while inner is not None:  # a Mixture has windows, and mixes sources
             if getattr(inner, "mixup", 0) or hasattr(inner, "windows"):
                 raise ValueError(
-                    f"rows of {type(inner).__name__} are mixed, and each is to be one example, "
-                    "drawn by itself: use one source, without mixup"
+                    f"rows of {type(inner).__name__} are mixed, and private training draws each "
+                    "by itself, as one example: use one source, without mixup"
                 )
             inner = getattr(inner, "source", None)
         part = math.ceil(len(source) / bands)

@@ -32,12 +32,10 @@ from jaxtrain.tree import PyTree, combine, map_named, to_accum_dtype
 
 # The leaf [N] of a batch that numbers its examples from 1; 0 is a row that pads it.
 DRAWN = "drawn"
-MEND = "use a norm of each example, such as GroupNorm, and bf16 in place of float16"
+MEND = "use a norm of each example, such as GroupNorm, and bf16 in place of fp16"
 
 
-def private(
-    clip: float, noise: float, examples: float, *, bands: int = 1, nonce: int = 0
-) -> Engine:
+def private(clip: float, noise: float, examples: float, *, bands: int = 1) -> Engine:
     """Returns the engine for ``build_train_step(engine=)``.
 
     A batch that is a mapping may have ``drawn``, int32 [N]: the number of the example that a row
@@ -51,34 +49,28 @@ def private(
       examples: E, the number of examples that a step draws on average.
       bands: number of steps over which noise is correlated, and within which no example may be
         drawn twice. Above 1, ``init_state(memory=engine.init)`` keeps the last noise.
-      nonce: gives other noise to another run of the same seed.
 
     Raises:
       ValueError: a number is out of range; when the step is traced, the model has state, or the
         loss a scale.
     """
-    for name, value, good in (
-        ("clip", clip, clip > 0),
-        ("noise", noise, 0 <= noise < math.inf and (clip < math.inf or noise == 0)),
-        ("examples", examples, 0 < examples < math.inf),
-        ("bands", bands, bands >= 1),
-    ):
-        if not good:
-            raise ValueError(f"`{name}` is {value}, with a clip of {clip}: give a number in range")
+    finite = clip < math.inf or noise == 0
+    if not (clip > 0 and 0 <= noise < math.inf and finite and examples > 0 and bands >= 1):
+        raise ValueError(
+            f"`clip` is {clip}, `noise` {noise}, `examples` {examples}, `bands` {bands}: give "
+            "numbers above 0, and noise with a finite clip alone"
+        )
     first, *rest = square_root(bands)
 
     def add_noise(sums: GradientSums, rng: jax.Array, memory: PyTree) -> GradientSums:
-        key = jax.random.fold_in(rng, nonce)
-
         def white(name: str, grad: jax.Array) -> jax.Array:
-            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            own = jax.random.fold_in(jax.random.fold_in(rng, 0), zlib.crc32(name.encode()))
             return noise * jax.random.normal(own, grad.shape, grad.dtype)
 
-        def solved(*earlier_and_z: jax.Array) -> jax.Array:
-            *earlier, z = earlier_and_z
-            if z is None:  # of what does not train
-                return earlier[0]
-            return (z - sum(c * w for c, w in zip(rest, earlier, strict=True))) / first
+        def solved(*given: jax.Array) -> jax.Array:
+            *earlier, z = given
+            past = sum(c * w for c, w in zip(rest, earlier, strict=True))
+            return past if z is None else (z - past) / first  # None of what does not train
 
         grads = sums.grads
         if noise:
@@ -97,16 +89,15 @@ def private(
     def private_gradients(loss_fn: LossFn, microbatches: int) -> GradientEngine:
         return _clipped(loss_fn, microbatches, clip)
 
-    promises = {"row_wise": True, "accumulates": True, "by_row": True}
-    remembers = {"init": init} if bands > 1 else {}
-    return Engine(private_gradients, **promises, **remembers, finish=add_noise)
+    how = {"init": init if bands > 1 else None, "finish": add_noise}
+    return Engine(private_gradients, row_wise=True, accumulates=True, by_row=True, **how)
 
 
 def square_root(bands: int) -> np.ndarray:
     """Returns the coefficients of the matrix of ``bands`` bands, of norm 1.
 
     >>> square_root(3).round(4).tolist()
-    [0.8575, 0.4287, 0.3216]
+    [0.848, 0.424, 0.318]
     """
     k = np.arange(1, bands)
     r = np.concatenate([[1.0], np.cumprod((2 * k - 1) / (2 * k))])

@@ -25,6 +25,7 @@ import tyro
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.engines.compressed import Compress, compressed
+from jaxtrain.engines.private import DRAWN, private
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
@@ -32,7 +33,7 @@ from jaxtrain.host.paths import as_path
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.asynchrony import Workers, asynchronous
 from jaxtrain.methods.local_updates import Local, local_updates
-from jaxtrain.methods.privacy import DRAWN, Private, private_training
+from jaxtrain.methods.privacy import Private, check_private, private_fields
 from jaxtrain.ops.scaled import RECIPES
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run import options, provenance
@@ -155,11 +156,10 @@ class Config:
                     "own: make them of config.of_rows(rows), or give `steps`"
                 )
             self = counted
-        is_private = self.private.clip is not None
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
         may_change = self.layout.may_change() | options.MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
-        may_change |= {"steps": Effect.SAME} if constant and not is_private else {}
+        may_change |= {"steps": Effect.SAME} if constant and not self.private.is_on else {}
         compress = self.compress.on_mesh(self.layout.mesh.data)
         self = dataclasses.replace(self, compress=compress)
         record = {"experiment": name, "module": module_name(type(self))}
@@ -175,6 +175,9 @@ class Config:
                 return options.make_optimizer(chosen, steps=self.steps, stacked=found, **rows)
 
             given["optimizer"] = optimizer_of
+        if self.private.is_on:  # of an outline, whose rows and so whose noise are not known yet
+            engine = private(self.private.clip, 0.0, self.global_batch, bands=self.private.bands)
+            given = {"engine": dataclasses.replace(engine, check=_check_outline)} | given
         engines = {"gradients": rounded()} if self.gradients == "int8" else {}
         if compress.name is not None:
             engines["compress.name"] = compressed(compress)
@@ -204,28 +207,7 @@ class Config:
                 f"would stop the run: give a multiple of {self.local.every}"
             )
         made = Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
-        if is_private:
-            nonce = provenance.fingerprint(self, may_change, data=made.metadata.fingerprints)
-            made = self._private(made, nonce)
         return asynchronous(local_updates(made, self.local), self.workers)
-
-    def _private(self, experiment: Experiment, nonce: int) -> Experiment:
-        """Raises ValueError for flags that would break the guarantee of a private run."""
-        for name in ("skip_spikes", "plateau_factor"):
-            if (value := getattr(self.optimizer, name)) is not None:
-                raise ValueError(
-                    f"`optimizer.{name}` is {value} and `private.clip` is given: the update would "
-                    "go by losses, which no noise hides; leave one of them out"
-                )
-        if given := sorted({*self.run.accept_changes} - {"stopped"}):
-            raise ValueError(
-                f"`accept_changes` is {given[0]} and `private.clip` is given: steps that are made "
-                "again would be published with other noise or on other gradients, and be accounted "
-                "for once; begin a new run"
-            )
-        rows = round((experiment.data.steps_per_epoch or 0) * self.global_batch)
-        sizes = {"rows": rows, "examples": self.global_batch}
-        return private_training(experiment, self.private, nonce=nonce, **sizes)
 
     def _refuse_void_flags(self, name: str) -> None:
         """Raises ValueError for flags of an optimizer that the module has not read."""
@@ -291,9 +273,11 @@ class Config:
                 for batch, count in data.whole_batches(rows, size, sharding=sharding)
             )
 
-        batches = self._batches(train)
+        batches, more = data.Batches(train, global_batch=self.global_batch, seed=self.seed), {}
+        if self.private.is_on:
+            batches, more = self._drawn(train)
         ahead = max(2, min(self.layout.steps_per_call, self.steps))
-        found = {
+        found = more | {
             "batch": batches.shapes,
             "steps_per_epoch": _steps_per_epoch(train, self.global_batch),
             "train_batches": lambda start, sharding: batches.stream(
@@ -305,13 +289,35 @@ class Config:
             found["eval_batches"] = {name: passes(rows) for name, rows in sets.items()}
         return found
 
-    def _batches(self, rows: data.RowSource) -> data.Batches:
-        if self.private.clip is None:
-            return data.Batches(rows, global_batch=self.global_batch, seed=self.seed)
+    def _drawn(self, rows: data.RowSource) -> tuple[data.Batches, dict[str, Any]]:
+        """The batches of a private run, and its other fields; raises ValueError for flags that
+        would break its guarantee."""
+        risky = {"skip_spikes": self.optimizer.skip_spikes, "seed": self.seed == 0 and "0"}
+        risky["plateau_factor"] = self.optimizer.plateau_factor
+        risky["accept_changes"] = sorted({*self.run.accept_changes} - {"stopped"})
+        for name, value in risky.items():
+            if value:
+                raise ValueError(
+                    f"`{name}` is {value} and training is private: no noise hides a loss that "
+                    "decides on updates, steps that are made twice differently, and a seed that "
+                    "anyone guesses; give another seed, and leave the rest out"
+                )
         # Rows of a batch divide over what those of a global batch may divide over.
         divisor = math.gcd(self.global_batch, 32 * self.layout.accumulate)
-        how = {"leaf": DRAWN, "bands": self.private.bands, "divisor": divisor}
-        return data.PoissonBatches(rows, examples=self.global_batch, seed=self.seed, **how)
+        how = {"leaf": DRAWN, "bands": self.private.bands, "divisor": divisor, "seed": self.seed}
+        steps = self._counted(_steps_per_epoch(rows, self.global_batch)).steps
+        sizes = {"rows": len(rows), "examples": self.global_batch, "steps": steps}
+        batches = data.PoissonBatches(rows, examples=self.global_batch, **how)
+        return batches, private_fields(self.private, **sizes)
+
+
+def _check_outline(experiment: Experiment) -> None:
+    if experiment.data.train_batches is not no_batches:
+        raise ValueError(
+            f"training is private and the rows of experiment {experiment.name!r} are not drawn by "
+            "Poisson sampling: make its batches by config.batches_of"
+        )
+    check_private(experiment)
 
 
 def _steps_per_epoch(rows: data.RowSource, global_batch: int) -> fractions.Fraction | None:

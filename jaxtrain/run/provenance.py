@@ -18,7 +18,6 @@ import subprocess
 import sys
 import types
 import typing
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -234,18 +233,6 @@ def flags_of(config: Any) -> dict[str, Any]:
     """Returns a config as plain data, with the fields of its layout among its own, as flags are."""
     flags = dataclasses.asdict(config)
     return flags | flags.pop("layout", {})
-
-
-def fingerprint(config: Any, may_change: Mapping[str, Effect], **more: Any) -> int:
-    """Returns a number of 32 bits of the flags that decide what a run computes, without those that
-    may change and those that are left out, and of ``more``; equal where a run may be resumed."""
-    left_out = flatten(flags_of(type(config)()))
-    told = {
-        name: value
-        for name, value in flatten(flags_of(config)).items()
-        if value != left_out.get(name) and _meaning(name, _OF_ANY_RUN | dict(may_change)) is None
-    }
-    return zlib.crc32(json.dumps([told, more], sort_keys=True, default=str).encode())
 
 
 def nested(kind: type, flags: Mapping[str, Any]) -> dict[str, Any]:
