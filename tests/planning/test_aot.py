@@ -603,7 +603,6 @@ def test_rows_that_are_split_need_memory_by_their_part_and_gather_nothing_on_a_t
         assert found == {"heads": {"all-to-all"}, "ring": {"collective-permute"}}[by]
         # A row of queries, or of keys, would be 16,384 x 256.
         assert all(numbers <= row.seq_len for numbers in gathered(text))
-        print(target, parts, row.seq_len, size)
     # Tiles of scores and weights' gradients stay as large.
     assert used[1] < {"heads": 0.6, "ring": 0.8}[by] * used[0]
     assert used[2] < 1.05 * used[0]
@@ -622,6 +621,5 @@ def test_linear_attention_needs_memory_by_its_part_of_a_row_and_gathers_maps_alo
         used.append(size)
         # A row of the residual stream would be 16,384 x 256.
         assert 0 < max(gathered(text)) <= max(parts * 4 * 32 * (32 + 64), row.seq_len)
-        print(target, parts, row.seq_len, size, sorted(gathered(text)))
     assert used[1] < 0.75 * used[0]  # gradients of weights stay as large
     assert used[2] < 1.05 * used[0]
