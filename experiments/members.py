@@ -12,8 +12,8 @@ from jaxtrain.methods.population import Member, Population, follow, populate
 from jaxtrain.run.options import RULE_OPTIONS, make_optimizer
 
 # Numbers of an optimizer that a program can have as data; others are of its form.
-VARIED = ("learning_rate", "weight_decay", "clip_norm", "clip_value", "skip_spikes")
-VARIED += tuple(name for name, option in RULE_OPTIONS.items() if option.kind is float)
+SCALED = ("learning_rate", "weight_decay", "clip_norm", "clip_value", "skip_spikes")
+VARIED = SCALED + tuple(name for name, option in RULE_OPTIONS.items() if option.kind is float)
 OF_LORA = ("lora.rank", "lora.alpha")
 
 
@@ -34,7 +34,19 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
             "leave it out"
         )
     members = population.members(config.seed)
+    if (every := population.exploit_every) is not None and every < config.run.log_every:
+        raise ValueError(
+            f"--population.exploit-every is {every} and --log-every {config.run.log_every}: the "
+            "log has to tell of each exploit; give at least as many steps, or a smaller --log-every"
+        )
     for name in members[0]:
+        scaled = name == "seed" or name.removeprefix("optimizer.") in SCALED
+        if every is not None and not scaled:
+            some = ", ".join(f"optimizer.{each}" for each in SCALED)
+            raise ValueError(
+                f"--population.exploit-every is given and --population.vary has {name}, which no "
+                f"factor may multiply as members are copied: vary seed or {some}"
+            )
         known = name == "seed" or name in OF_LORA or name.removeprefix("optimizer.") in VARIED
         without = config.adapter is not None or config.lora.rank is None
         if not known or (name in OF_LORA and without):
@@ -62,7 +74,8 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
         optimizer=follow(whole.optimizer),
         config={**whole.metadata.config, "population": stored},
     )
-    return populate(whole, made, together=population.together)
+    given = {"together": population.together, "exploit_every": every}
+    return populate(whole, made, **given)
 
 
 def _held(make: Callable[[Any], jt.Experiment], config: Any) -> jt.Experiment:

@@ -42,7 +42,7 @@ LEARNING_RATES = {"lars": 30.0}
 TUNING_RATES = language.tuning_rates(optim.rules.LEARNING_RATES | LEARNING_RATES)
 # Of each model, what its flags are where they are left out.
 SIZES = {
-    "convnet": {"channels": (32, 64), "dropout": 0.3},
+    "convnet": {"channels": (32, 64), "dropout": 0.3, "norm": "batch"},
     "vit": {"patch": 2, "layers": 4, "width": 64, "heads": 4, "dropout": 0.1},
 }
 
@@ -56,7 +56,7 @@ class Config(jt.Config):
     )
 
     model: Literal[tuple(SIZES)] = "convnet"  # type: ignore[valid-type]
-    """A ConvNet with BatchNorm, or a vision transformer."""
+    """A ConvNet, or a vision transformer."""
     init_from: str | None = None
     """Transformer to start from, with --model vit: a run, a Hugging Face folder, or a name on its
     hub (ORG/NAME or ORG/NAME@REVISION). Its head is new if the number of classes differs."""
@@ -81,6 +81,9 @@ class Config(jt.Config):
     """Images per step, over all devices."""
     channels: tuple[int, ...] | None = None
     """Output channels of each convolution of the ConvNet; default 32 64."""
+    norm: Literal["batch", "group"] | None = None
+    """Norm of the ConvNet: batch, or group, whose statistics are of each image alone, as private
+    training needs; default batch."""
     patch: int | None = None
     """Side of the transformer's patches in pixels; default 2."""
     layers: int | None = None
@@ -169,15 +172,16 @@ def convnet_fields(config: Config, images: data.LabelledImages, **sizes: Any) ->
     model = convnet.ConvNetConfig(image=images.shape, classes=len(images.classes), **sizes)
 
     def logits(state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
-        net = layers.apply(convnet.ConvNet, model, state.params, state.model_state)
+        net = layers.apply(convnet.ConvNet, model, state.params, state.model_state or {})
         return net(batch["image"], None)
 
-    return {
-        "init_fn": functools.partial(convnet.init, model),
-        "loss_fn": convnet.loss_fn(model),
-        "show": functools.partial(confusion, images, logits),
-        "has_model_state": True,
-    }
+    init_fn, loss = functools.partial(convnet.init, model), convnet.loss_fn(model)
+    made = {"init_fn": init_fn, "loss_fn": loss, "has_model_state": True}
+    if model.norm == "group":
+        made["init_fn"] = lambda rng: init_fn(rng)[0]
+        made["loss_fn"] = jt.row_wise(lambda params, batch, rng: loss(params, {}, batch, rng)[0])
+        made["has_model_state"] = False
+    return made | {"show": functools.partial(confusion, images, logits)}
 
 
 def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:

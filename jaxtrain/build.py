@@ -189,6 +189,8 @@ def choose_gather(
     Raises:
       ValueError: the layout asks for what the loss or the model cannot.
     """
+    if experiment.task.engine.by_row:  # which takes whole weights in any case
+        return Gathered("step")
     pipe = 1 if experiment.task.stages is None else mesh.shape.get("pipe", 1)
     obstacle = why_not_once(experiment, piped=pipe > 1)
     own, asked = experiment.task.gather, experiment.layout.gather
@@ -326,8 +328,8 @@ def compile_loop(
 
 
 def stream_shardings(experiment: Experiment, mesh: Mesh) -> Any:
-    """Where a stream of training batches is to place them: by rows, or, where more than rows is
-    split, each leaf as the step has it, so that a process reads no more than its part."""
+    """Where batches, of training or held out, are to be placed: by rows, or, where more than rows
+    is split, each leaf as the step has it, so that a process reads no more than its part."""
     batch, rows = experiment.data.batch, batch_sharding(mesh)
     shardings = batch_shardings(batch, mesh, experiment.laid.rules)
     return rows if set(jax.tree.leaves(shardings)) <= {rows} else shardings

@@ -37,7 +37,7 @@ from jaxtrain.planning import by_layer, nearest_fit, search
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.predict import command as predict
-from jaxtrain.run import launch, replay
+from jaxtrain.run import launch, parameter_server, replay
 from jaxtrain.run.main import Config, build_experiment, load_config, simulate_devices, typed_fields
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
@@ -374,6 +374,9 @@ COMMANDS = {
     "watch": Command(live.WatchOptions, live.run_watch),
     "profile": Command(profile.ProfileOptions, profile.run_profile),
     "report": Command(report.ReportOptions, report.run_report),
+    "asynchronous": Command(
+        parameter_server.AsynchronousOptions, parameter_server.run_asynchronous, passes_on=True
+    ),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }
 

@@ -44,7 +44,7 @@ class Repeated(NamedTuple):
 # Opens the endless stream of global batches from a step on, placed on devices; each batch is a
 # function of its step and of nothing else.
 BatchStream = Callable[[int, PyTree], AbstractContextManager[Iterator[PyTree]]]
-EvalBatches = Callable[[jax.sharding.NamedSharding], Iterable[PyTree | Repeated]]
+EvalBatches = Callable[[PyTree], Iterable[PyTree | Repeated]]
 
 
 def no_batches(start_step: int, sharding: jax.sharding.NamedSharding):
@@ -118,9 +118,9 @@ class Data:
     """Opens the stream of training batches, placed by a sharding of rows or, where the layout
     splits more of a batch, by those of its leaves."""
     eval_batches: EvalBatches | Mapping[str, EvalBatches] | None = None
-    """``sharding -> batches``, one pass over the held-out ones, placed on devices, of which some
-    may be :class:`Repeated`; or several passes by name, whose metrics are ``NAME/loss``; None for
-    no evaluation. It is kept by name, one pass under ``""``."""
+    """``sharding -> batches``, one pass over the held-out ones, placed as training batches are, of
+    which some may be :class:`Repeated`; or several passes by name, whose metrics are
+    ``NAME/loss``; None for no evaluation. It is kept by name, one pass under ``""``."""
     items_per_step: int = 0
     """Number of tokens (or images) that one global batch holds."""
     item: str = "tokens"
@@ -131,6 +131,8 @@ class Data:
     counts: Callable[[int], Mapping[str, float]] | None = None
     """``step -> numbers`` that are logged with the metrics of a step, such as the epochs of each
     source of its data."""
+    guarantee: str | None = None
+    """The guarantee of a run to its rows, such as an epsilon, for the header and the end."""
 
     def __post_init__(self) -> None:
         if not isinstance(given := self.eval_batches, Mapping):
@@ -210,6 +212,14 @@ class Experiment:
                 f"`best_metric` is {self.metadata.best_metric!r} and eval_batches has sets by "
                 f"name: say of which, as in {next(iter(sets))}loss"
             )
+        more = {
+            name: dict(found) | dict(getattr(self.metadata, name))
+            for name in ("facts", "fingerprints")
+            if (found := getattr(self.method, name))
+        }
+        object.__setattr__(self, "metadata", dataclasses.replace(self.metadata, **more))
+        if self.task.engine.check is not None:
+            self.task.engine.check(self)
         self.laid  # noqa: B018  what a layout cannot be is refused here
 
     @classmethod
@@ -246,6 +256,11 @@ class Experiment:
         within another, the inner one."""
         sets = filter(self.metadata.best_metric.startswith, self.data.eval_sets)
         return max(sets, key=len, default=None)
+
+    @property
+    def train_batches(self) -> BatchStream:
+        """Opens the stream of training batches as the method has them."""
+        return self.method.batches(self.data.train_batches)
 
     @functools.cached_property
     def laid(self) -> "Laid":

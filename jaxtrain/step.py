@@ -136,6 +136,7 @@ def build_engine(
             "`count_rounding` is True and the step has an engine of its own, to which counts would "
             "be gradients: leave one of them out"
         )
+    gather = "step" if engine.by_row else gather
     obstacle = why_not(loss_fn, has_model_state=has_model_state, engine=engine)
     if engine.by_parts and (reason := why_not(loss_fn, has_model_state=has_model_state)):
         raise ValueError(
@@ -237,7 +238,8 @@ def build_update(
         )
         weight = jnp.where(finite, loss.weight, jnp.nan)
         # Some transformations refuse what they do not use.
-        extras = accepted_kwargs(optimizer.update, {"value": metrics["loss"], "weight": weight})
+        extras = {} if sums.private else {"value": metrics["loss"]}
+        extras = accepted_kwargs(optimizer.update, extras | {"weight": weight})
         before = on_devices(state.opt_state, after=metrics["grad_norm"])
         stack = getattr(engine, "stack", None)
         with jax.named_scope(OPTIMIZER), of_model((stack, True)):

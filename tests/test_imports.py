@@ -15,7 +15,7 @@ import importlib, pkgutil, sys
 
 OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs"}
 OPTIONAL |= {"kubernetes", "mpi4py", "tokenizers", "pyarrow", "sklearn", "matplotlib"}
-OPTIONAL |= {"optuna", "cmaes"}
+OPTIONAL |= {"dp_accounting", "optuna", "cmaes", "Crypto", "flwr"}
 OPTIONAL |= {"gguf", "torch", "huggingface_hub", "wandb", "mlflow", "trackio", "pynvml"}
 
 class Missing:
@@ -74,7 +74,7 @@ landscape study cli __main__
 """
 RUN_FLOORS = """
 hook folder refusal checkpoints survive provenance observe options context trained hooks loop main
-replay
+replay parameter_server
 """
 
 
@@ -123,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 71007
+CEILING = 73516
 
 
 def test_the_house_does_not_grow_unseen():

@@ -62,7 +62,7 @@ def loader(config: Loader) -> None:
     with contextlib.ExitStack() as stack:
 
         def open_stream():
-            return stack.enter_context(experiment.data.train_batches(0, batch_sharding(mesh)))
+            return stack.enter_context(experiment.train_batches(0, batch_sharding(mesh)))
 
         def fed_by(batches) -> Variant:
             state, facts = make_state(experiment, mesh), step_facts(train)
@@ -188,7 +188,7 @@ def as_the_loop(
     """Steps on from its own state, and ``save`` after the second, when it is done."""
     state = make_state(experiment, mesh)
     train = compile_train(experiment, state, mesh)
-    with experiment.data.train_batches(0, batch_sharding(mesh)) as batches:
+    with experiment.train_batches(0, batch_sharding(mesh)) as batches:
         batch = next(batches)
 
     def run() -> None:

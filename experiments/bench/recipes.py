@@ -39,7 +39,7 @@ def main(config: Config) -> None:
     mesh = make_experiment_mesh(experiment, jax.devices()[:1])
     state = make_state(experiment, mesh)
     train = compile_train(experiment, make_abstract_state(experiment, mesh), mesh)
-    with experiment.data.train_batches(0, batch_sharding(mesh)) as stream:
+    with experiment.train_batches(0, batch_sharding(mesh)) as stream:
         for batch in itertools.islice(stream, config.steps):
             state, _ = train(state, batch)
         batches = list(itertools.islice(stream, config.rounds))

@@ -17,8 +17,8 @@ import pathlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import tyro
@@ -38,8 +38,18 @@ RATES = {"sgd": "0.025:3.2:8", "adamw": "1e-3:0.128:8", "muon": "2e-3:0.256:8"}
 # What the rules of thumb are of: no decay, which the rate multiplies, and gradients as they are.
 FLAGS = ("--layers=1", "--width=48", "--heads=1", "--seq-len=32", "--sample-tokens=0")
 FLAGS += ("--held-out-bytes=100000", "--optimizer.weight-decay=0", "--optimizer.clip-norm=None")
-# The colours of the rules of thumb, by the power of the batch that the rate grows as.
-POWERS = {1.0: ("linear", "C3"), 0.5: ("square root", "C2")}
+
+
+class Axis(NamedTuple):
+    """What a study of rates varies: its name and its column in the table, and the names and the
+    colours of rules of thumb, by the power of it that they say the best rate grows as."""
+
+    name: str
+    column: str
+    powers: Mapping[float, tuple[str, str]]
+
+
+BATCH = Axis("batch", "rows", {1.0: ("linear", "C3"), 0.5: ("square root", "C2")})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,34 +170,35 @@ def train(run: pathlib.Path, flags: Sequence[str]) -> np.ndarray:
     return np.where(np.isfinite(losses), losses, np.inf)
 
 
-def tell(sweeps: Sequence[Sweep]) -> None:
+def tell(sweeps: Sequence[Sweep], axis: Axis = BATCH) -> None:
     """Prints the best rates, next to those of the rules of thumb."""
-    names = ("rule", "rows", "loss", "best rate", *(name for name, _ in POWERS.values()))
+    rules = (name for name, _ in axis.powers.values())
+    names = ("rule", axis.column, "loss", "best rate", *rules)
     print(("{:>12}" * len(names)).format(*names))
     for each in sweeps:
-        columns = (each.losses_BR.min(1), each.best_B, *map(each.ruled, POWERS))
+        columns = (each.losses_BR.min(1), each.best_B, *map(each.ruled, axis.powers))
         for row in zip(each.rows_B, *columns, strict=True):
             print(f"{each.rule:>12}" + "".join(f"{x:12.4g}" for x in row))
     for each in sweeps:
-        power, error = each.power
-        print(f"The best rate of {each.rule} grows as the batch ^ {power:.2f} (± {error:.2f}).")
+        power = "{:.2f} (± {:.2f})".format(*each.power)
+        print(f"The best rate of {each.rule} grows as the {axis.name} ^ {power}.")
 
 
-def draw(sweeps: Sequence[Sweep], path: str) -> None:
-    """Draws the best rates over the batch with both rules of thumb, and all losses below."""
+def draw(sweeps: Sequence[Sweep], path: str, axis: Axis = BATCH) -> None:
+    """Draws the best rates over the batch with the rules of thumb, and all losses below."""
     figure = new_figure(4 * len(sweeps), 7)
     panels = figure.subplots(2, len(sweeps), squeeze=False)
     for (above, below), each in zip(panels.T, sweeps, strict=True):
-        for power, (name, color) in POWERS.items():
+        for power, (name, color) in axis.powers.items():
             above.loglog(each.rows_B, each.ruled(power), "--", color=color, label=name)
         above.loglog(each.rows_B, each.best_B, "o-", color="black", label="best")
         above.set_xticks(each.rows_B, [f"{rows:.0f}" for rows in each.rows_B])
         above.minorticks_off()
         above.legend(frameon=False, fontsize=8)
-        title = f"{each.rule}: rate as batch ^ {each.power[0]:.2f}"
-        finish_axes(above, title, x="rows of a batch", y="best learning rate")
+        title = f"{each.rule}: rate as {axis.name} ^ {each.power[0]:.2f}"
+        finish_axes(above, title, x=axis.name, y="best learning rate")
         for rows, losses_R in zip(each.rows_B, each.losses_BR, strict=True):
-            below.semilogx(each.rates_R, losses_R, ".-", label=f"{rows:.0f} rows")
+            below.semilogx(each.rates_R, losses_R, ".-", label=f"{rows:.0f} {axis.column}")
         below.set_ylim(each.losses_BR.min() - 0.05, each.losses_BR.min() + 1)
         below.legend(frameon=False, fontsize=8)
         finish_axes(below, "held-out loss", x="learning rate", y="nats per token")

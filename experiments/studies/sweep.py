@@ -37,6 +37,7 @@ from jaxtrain.study.report import p_value
 from jaxtrain.tree import named_leaves
 
 RESULTS, SETTING, BEGUN, APART = "results.json", "setting", "begun", "apart"
+REACHES = " >= "
 # Timed rounds of a study in turns, and the number of held-out batches that it evaluates.
 ROUNDS, HELD_OUT = 5, 32
 LEVEL = 0.05
@@ -75,9 +76,9 @@ class Study:
     Args:
       settings: flags by the name of a setting; the others are compared with the first.
       flags: flags of all runs, which those of the command line replace.
-      shown: columns of the table; of runs the metric in the log, in turns a field of
-        :class:`jaxtrain.compare.turns.Result`, or ``apart``: the largest relative difference of a
-        step's loss from that of the first setting.
+      shown: columns of the table; of runs the metric in the log, or ``METRIC >= VALUE`` for the
+        first step that reaches it; in turns a field of :class:`jaxtrain.compare.turns.Result`, or
+        ``apart``: the largest relative difference of a step's loss from that of the first setting.
       conclude: makes a sentence of the rows.
       seeds: default number of seeds.
       in_turns: whether the settings take turns within one process.
@@ -201,7 +202,7 @@ def _of_runs(study: Study, folder: pathlib.Path, workers: int) -> Rows | None:
     options = command.StudyOptions(study.module, space="", **given)
     runs = command.runs_of(options, shlex.split(study.flags), config, experiment)
     words = {name: shlex.split(text) for name, text in study.settings.items()}
-    metric = next(iter(study.shown.values()), runs.metric)
+    metric = next(iter(study.shown.values()), runs.metric).split(REACHES)[0]
     runs = dataclasses.replace(runs, words=lambda of: words[of[SETTING]], metric=metric)
     given = {"workers": workers, "environ": command.environ_of(options, config)}
     trials, found = command.conduct_points(runs, [{SETTING: x} for x in words], **given), {}
@@ -213,8 +214,18 @@ def _of_runs(study: Study, folder: pathlib.Path, workers: int) -> Rows | None:
                 "and begin again in another --study-dir"
             )
         logs = [read_run(as_path(runs.run_dir(trial.number, s)), "").series for s in runs.seeds]
-        found[name] = {c: [float(x[m].values[-1]) for x in logs] for c, m in study.shown.items()}
+        found[name] = {c: [_number(x, m) for x in logs] for c, m in study.shown.items()}
     return found or None
+
+
+def _number(logged: Mapping[str, Any], field: str) -> float:
+    """The last value of a metric, or the first step at which it is large enough, if any."""
+    metric, least = field.split(REACHES) if REACHES in field else (field, None)
+    steps, values = logged[metric].steps, logged[metric].values
+    if least is None:
+        return float(values[-1])
+    reached = (step for step, value in zip(steps, values, strict=True) if value >= float(least))
+    return float(next(reached, math.inf))
 
 
 def _in_turns(study: Study) -> Rows:
@@ -280,5 +291,6 @@ def _text(values: Sequence[float], field: str) -> str:
         return human_bytes(round(middle))
     if field in (APART, "cpu_ratio"):
         return f"{middle:.0e}" if field == APART else f"{middle:.2f}"
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.4f}{spread}"
+    digits = 1 if REACHES in field else 4
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{spread}"

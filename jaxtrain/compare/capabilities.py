@@ -22,6 +22,7 @@ from jaxtrain.compare import parity, whole_runs
 from jaxtrain.compare.whole_runs import Check
 from jaxtrain.engines.compressed import Compress, compressed
 from jaxtrain.engines.plain import Engine, GradientSums, plain
+from jaxtrain.engines.private import private
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
@@ -31,9 +32,12 @@ from jaxtrain.finetune.low_rank import LoRA, Strengths
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.loss import WeightedLoss
+from jaxtrain.methods.asynchrony import Workers, asynchronous
+from jaxtrain.methods.federated import Federated, federated
 from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
+from jaxtrain.methods.privacy import check_private
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.config import stacked_layers
 from jaxtrain.optim import OPTIMIZERS
@@ -343,6 +347,18 @@ def _populated(experiment: Experiment) -> Experiment:
     return populate(whole, members)
 
 
+def _bred(experiment: Experiment) -> Experiment:
+    """Two members of one seed, of which the first is copied over the other before each later step.
+    What parity replays is copied too: with keys of their own they would have other gradients."""
+
+    def optimizer(stack: Any, **numbers: Any) -> optax.GradientTransformation:
+        made = optimizer_for(experiment, stack)
+        return optax.chain(made, optax.scale(numbers.get("rate", 1.0)))
+
+    members = [Member(experiment.laid.init_fn, 0, {"rate": rate}) for rate in (0.5, 1.5)]
+    return populate(experiment.with_(optimizer=follow(optimizer)), members, exploit_every=1)
+
+
 def _with_head(head: str, experiment: Experiment) -> Experiment:
     """An encoder with a head for tags or spans, which are functions of its tokens."""
     config = experiment.metadata.config
@@ -380,6 +396,8 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("masked and rounded kernels", change=_constrained, **names)
     names = {"called": "population|member|method|lora|low.rank|kernel|freeze|frozen"}
     yield tune("population of adapters", change=_populated, **names)
+    names = {"called": "population|member|method"}
+    yield tune("population, the best copied", change=_bred, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=functools.partial(_preferences, "dpo"), **names)
     own = functools.partial(_preferences, "kto_unpaired")
@@ -408,6 +426,18 @@ def _changes() -> Iterator[Capability]:
     # The outer momentum is of small differences of parameters.
     names = {"called": "local|replica|method", "tolerance": 1e-4}
     yield own("local updates", change=lambda e: local_updates(e, local), **names)
+    # Adam, which begins anew in each round, blows up the rounding of gradients that are nearly 0.
+    names["flags"] = ("--optimizer.name", "sgd")
+    names["called"], rounds = "federated|client|replica|method", Federated(per_round=2, epochs=2)
+    of_rounds = lambda e: federated(e, rounds, local_batch=8)  # noqa: E731
+    yield own("federated rounds", change=of_rounds, **names)
+    # Rows are drawn by the flag, and noise is added that no accounting of it is installed for.
+    noisy = dataclasses.replace(private(1.0, 0.1, 16.0), check=check_private)
+    names = {"flags": ("--private.noise", "0", "--seed", "1"), "called": "private|engine"}
+    yield own("private training", change=lambda e: e.with_(engine=noisy), **names)
+    workers = Workers(seconds=(1.0, 2.0), late=2, temper=1.0)
+    names = {"called": "worker|method|pipe|engine"}
+    yield own("late gradients", change=lambda e: asynchronous(e, workers), **names)
     yield own("optax.MultiSteps", change=_multi_steps, called="MultiSteps|optimizer")
 
 

@@ -373,7 +373,7 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
     """Trains on one device."""
     mesh, run = program.shapes.step.sharding.mesh, []
     state = make_state(program.experiment, mesh)
-    with program.experiment.data.train_batches(0, batch_sharding(mesh)) as stream:
+    with program.experiment.train_batches(0, batch_sharding(mesh)) as stream:
         for batch in itertools.islice(stream, steps):
             before = place(state, program)
             state, parts = run_step(program, state, batch)
@@ -500,15 +500,16 @@ class Compared(NamedTuple):
 
 
 def _compared(replays: bool) -> optax.GradientTransformation:
-    """Keeps the latest gradient, and with ``replays`` passes on the one that it has been given."""
+    """Keeps the latest gradient, and with ``replays`` passes on the one that it has been given. It
+    has none where a method takes several steps and keeps no state of the optimizer."""
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    return optax.GradientTransformation(
-        lambda params: Compared(zeros(params), zeros(params)),
-        lambda grads, state, params=None: (
-            state.given if replays else grads,
-            Compared(grads, state.given),
-        ),
-    )
+
+    def update(grads: PyTree, state: Compared, params: PyTree = None) -> tuple[PyTree, Compared]:
+        has = jnp.array([jnp.any(g != 0) for g in jax.tree.leaves(state.given)]).any()
+        kept = jax.tree.map(functools.partial(jnp.where, has), state.given, grads)
+        return kept if replays else grads, Compared(grads, state.given)
+
+    return optax.GradientTransformation(lambda p: Compared(zeros(p), zeros(p)), update)
 
 
 def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:

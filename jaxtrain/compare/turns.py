@@ -209,7 +209,7 @@ class _Run(Hook):
             self._state = make_state(self.experiment, self.mesh)
         state, done = jax.device_put(self._state, self._places), len(self.losses)
         # Opened for every block, and closed before its time begins: no thread reads ahead in it.
-        with self.experiment.data.train_batches(done, batch_sharding(self.mesh)) as stream:
+        with self.experiment.train_batches(done, batch_sharding(self.mesh)) as stream:
             batches = jax.block_until_ready(list(itertools.islice(stream, steps)))
         self._state, calls = None, {"steps_per_call": self.experiment.layout.steps_per_call}
         jax.block_until_ready(state)
@@ -224,9 +224,7 @@ class _Run(Hook):
         """The gradients of the next so many batches against those of float32."""
         if not count:
             return {}
-        with self.experiment.data.train_batches(
-            len(self.losses), batch_sharding(self.mesh)
-        ) as stream:
+        with self.experiment.train_batches(len(self.losses), batch_sharding(self.mesh)) as stream:
             batches = list(itertools.islice(stream, count))
         return measure(self.experiment, jax.device_put(self._state, self._places), batches)
 

@@ -16,6 +16,8 @@ iterable of `Document`), a tokenizer (`ByteTokenizer`, `SubwordTokenizer`), rows
 from jaxtrain.data.chat import ChatTemplate as ChatTemplate
 from jaxtrain.data.chat import encode_prompt as encode_prompt
 from jaxtrain.data.chat import load_template as load_template
+from jaxtrain.data.clients import ClientRows as ClientRows
+from jaxtrain.data.clients import partition as partition
 from jaxtrain.data.images import Augmented as Augmented
 from jaxtrain.data.images import Images as Images
 from jaxtrain.data.images import LabelledImages as LabelledImages
@@ -54,6 +56,7 @@ from jaxtrain.data.packing import PairedTokens as PairedTokens
 from jaxtrain.data.packing import pack as pack
 from jaxtrain.data.packing import packed_shapes as packed_shapes
 from jaxtrain.data.packing import waste as waste
+from jaxtrain.data.poisson import PoissonBatches as PoissonBatches
 from jaxtrain.data.sources import Document as Document
 from jaxtrain.data.sources import Documents as Documents
 from jaxtrain.data.sources import Split as Split

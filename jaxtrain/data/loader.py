@@ -7,6 +7,7 @@ Shape legend: B rows in the global batch, T tokens in a row.
 """
 
 import collections
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -112,7 +113,7 @@ class Batches:
 
         Each row that a device of this process holds is read once, no other is. Axes after the
         first may be sharded too (tokens over a context axis): of a source with a method
-        ``part(index, start, stop)``, as `PackedTokens` has, no other places of rows are read.
+        ``part(index, start, stop)``, as packed and mixed rows have, no other places are read.
 
         Raises:
           ValueError: if `sharding` does not divide a shape of the batch.
@@ -170,7 +171,9 @@ class Batches:
         first = step * self.global_batch
         wanted = [self.source_index(first + row) for row in rows]
         together = getattr(self.source, "__getitems__", None)
-        one = (lambda index: self.source.part(index, *span)) if span else self.source.__getitem__
+        one = self.source.__getitem__
+        if span:
+            one, together = (lambda index: part_of(self.source, index, *span)), None
         read = storage.retrying(
             lambda: together(wanted) if together else [one(index) for index in wanted],
             f"the rows of batch {step}",
@@ -258,7 +261,7 @@ class BatchStream(Iterator[Batch]):
 
 
 def eval_batches(
-    source: RowSource, global_batch: int, *, sharding: jax.sharding.Sharding | None = None
+    source: RowSource, global_batch: int, *, sharding: Shardings | None = None
 ) -> Iterator[Batch]:
     """Yields every row of a source once, in order; the last batch is filled up with rows of zeros.
 
@@ -274,12 +277,13 @@ def eval_batches(
     >>> [batch["x"][:, 0].tolist() for batch in eval_batches(rows, 2)]
     [[1, 2], [3, 0]]
     """
-    padded = _PaddedRows(source, global_batch)
-    return _in_order(padded, global_batch, len(padded) // global_batch, sharding)
+    _check(source, global_batch)
+    count = -(-len(source) // global_batch)
+    return _in_order(_Rows(source, range(count * global_batch)), global_batch, count, sharding)
 
 
 def whole_batches(
-    source: RowSource, global_batch: int, *, sharding: jax.sharding.Sharding | None = None
+    source: RowSource, global_batch: int, *, sharding: Shardings | None = None
 ) -> Iterator[tuple[Batch, int]]:
     """Yields every row of a source, in order, in batches of one size that hold nothing else.
 
@@ -294,22 +298,21 @@ def whole_batches(
     >>> [(batch["x"][:, 0].tolist(), count) for batch, count in whole_batches(rows, 4)]
     [([1, 2, 3, 4], 4), ([5, 6, 5, 6], 2), ([7, 7, 7, 7], 1)]
     """
-    rows = _PaddedRows(source, global_batch)  # in the order of their indices, whatever the source's
+    _check(source, global_batch)
     whole, left = divmod(len(source), global_batch)
-    for batch in _in_order(rows, global_batch, whole, sharding):
-        yield batch, global_batch
+    counts, places = [global_batch] * whole, list(range(whole * global_batch))
     while left:
         count = next(n for n in range(left, 0, -1) if global_batch % n == 0)
         first = len(source) - left
-        indices = range(first, first + count)
-        part = storage.retrying(lambda: [source[n] for n in indices], "held-out rows")  # noqa: B023
-        (batch,) = _in_order(part, global_batch, 1, sharding)
-        yield batch, count
+        places += [*range(first, first + count)] * (global_batch // count)
+        counts.append(count)
         left -= count
+    rows = _Rows(source, places)  # in the order of their indices, whatever the source's
+    yield from zip(_in_order(rows, global_batch, len(counts), sharding), counts, strict=True)
 
 
 def _in_order(
-    source: RowSource, global_batch: int, count: int, sharding: jax.sharding.Sharding | None
+    source: RowSource, global_batch: int, count: int, sharding: Shardings | None
 ) -> Iterator[Batch]:
     batches = Batches(source, global_batch=global_batch, seed=0, shuffle=False)
     steps = range(count)
@@ -350,20 +353,36 @@ def _span(
     return None if (start, stop) == (0, length) else (start, stop)
 
 
-class _PaddedRows:
-    """A source followed by rows of zeros up to a multiple of the batch."""
+class _Rows:
+    """Some rows of a source by their indices; those beyond its end are zeros."""
 
-    def __init__(self, source: RowSource, global_batch: int):
-        _check(source, global_batch)
-        self._source = source
-        self._length = -(-len(source) // global_batch) * global_batch
-        self._zeros = {name: np.zeros_like(value) for name, value in source[0].items()}
+    def __init__(self, source: RowSource, indices: Sequence[int]):
+        self._source, self._indices = source, indices
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._indices)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        index = self._indices[place]
         return self._source[index] if index < len(self._source) else self._zeros
+
+    def part(self, place: int, start: int, stop: int) -> dict[str, Any]:
+        index = self._indices[place]
+        if index < len(self._source):
+            return part_of(self._source, index, start, stop)
+        return {name: value[..., start:stop] for name, value in self._zeros.items()}
+
+    @functools.cached_property
+    def _zeros(self) -> dict[str, Any]:
+        return {name: np.zeros_like(value) for name, value in self._source[0].items()}
+
+
+def part_of(source: RowSource, index: int, start: int, stop: int) -> dict[str, Any]:
+    """Returns the places from ``start`` to ``stop`` of a row, by the last axis of its arrays; the
+    row is read whole where the source has no method ``part``."""
+    if (part := getattr(source, "part", None)) is not None:
+        return part(index, start, stop)
+    return {name: value[..., start:stop] for name, value in source[index].items()}
 
 
 def _check(source: RowSource, global_batch: int) -> None:

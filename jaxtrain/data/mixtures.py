@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxtrain.data import sources
 from jaxtrain.data.chat import ChatTemplate, forms_of, load_template
-from jaxtrain.data.loader import RowSource, shuffled
+from jaxtrain.data.loader import RowSource, part_of, shuffled
 from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, PairedTokens, pack
 from jaxtrain.data.store import MANIFEST, Store, check_local, is_store, open_store, source_of
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, trained_kind
@@ -132,8 +132,17 @@ class Mixture:
         return self._offsets[-1]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        rows, index = self._found(index)
+        return rows[index]
+
+    def part(self, index: int, start: int, stop: int) -> dict[str, Any]:
+        """Returns the places from ``start`` to ``stop`` of a row; sources with a ``part`` read no
+        others."""
+        return part_of(*self._found(index), start, stop)
+
+    def _found(self, index: int) -> tuple[RowSource, int]:
         source = bisect.bisect_right(self._offsets, index) - 1
-        return self._sources[source][index - self._offsets[source]]
+        return self._sources[source], index - self._offsets[source]
 
     def row_order(self, *, seed: int, global_batch: int) -> Callable[[int], int]:
         """Returns what finds the row at a position of the run, ``step * global_batch + r``."""

@@ -225,10 +225,19 @@ class FittedTokens:
         return len(self._first) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return self.part(index, 0, self.seq_len)
+
+    def part(self, index: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Returns the places from ``start`` to ``stop`` of a row; no other tokens are read."""
         row = range(len(self))[index]
         pieces = slice(*self._first[row : row + 2])
-        both = self._begin[pieces].tolist(), self._length[pieces].tolist()
-        return _placed(self.seq_len, [_window(self.corpus, *x) for x in zip(*both, strict=True)])
+        length = self._length[pieces]
+        at = np.cumsum(length) - length - start  # of each piece's first token in the part
+        skipped = np.clip(-at, 0, length)
+        held = np.clip(length + at, 0, stop - start) - np.clip(at, 0, stop - start)
+        both = (self._begin[pieces] + skipped).tolist(), held.tolist()
+        windows = [_window(self.corpus, *x) for x in zip(*both, strict=True)]
+        return _placed(stop - start, windows, skipped.tolist())
 
 
 class PairedTokens:
@@ -331,19 +340,23 @@ def _window(corpus: Corpus, begin: int, count: int) -> tuple[np.ndarray, Any]:
     return corpus.tokens[begin:stop], corpus.targets_count(begin + 1, stop)
 
 
-def _placed(seq_len: int, windows: Sequence[tuple[np.ndarray, Any]]) -> dict[str, np.ndarray]:
-    """Returns the row of some pieces, one after the other, filled up with zeros."""
+def _placed(
+    seq_len: int, windows: Sequence[tuple[np.ndarray, Any]], skipped: Sequence[int] = ()
+) -> dict[str, np.ndarray]:
+    """Returns the row of some pieces, one after the other, filled up with zeros; of each, so many
+    first tokens stand before the row."""
     arrays = {
         name: np.zeros(seq_len, array.dtype) for name, array in packed_shapes(1, seq_len).items()
     }
     at = 0
-    for number, (window, counts) in enumerate(windows, 1):
+    before = skipped or [0] * len(windows)
+    for number, ((window, counts), first) in enumerate(zip(windows, before, strict=True), 1):
         count = len(window) - 1
         place = slice(at, at + count)
         arrays["tokens"][place], arrays["targets"][place] = window[:-1], window[1:]
         arrays["mask"][place] = counts
         arrays["segments"][place] = number
-        arrays["positions"][place] = np.arange(count)
+        arrays["positions"][place] = np.arange(first, first + count)
         at += count
     return arrays
 

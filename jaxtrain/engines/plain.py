@@ -42,6 +42,8 @@ class GradientSums:
       model_state: the model state after the batch (None where the model has none).
       microbatches: number of parts in which the batch was taken.
       memory: the engine's memory after the batch (None where it has none).
+      private: whether the gradients are all that an optimizer may know of the batch: it is then
+        given no loss.
     """
 
     grads: PyTree
@@ -49,6 +51,7 @@ class GradientSums:
     model_state: PyTree
     microbatches: int = dataclasses.field(metadata={"static": True}, default=1)
     memory: PyTree = None
+    private: bool = dataclasses.field(metadata={"static": True}, default=False)
 
 
 GradientEngine = Callable[..., GradientSums]
@@ -71,6 +74,11 @@ class Engine:
         left out leaves it as it was. None for an engine without a memory.
       by_parts: whether it takes parts of the rows each by itself, and not for the sum alone, which
         no loss may have that is not row-wise, or has model state.
+      by_row: whether it computes the loss of each row alone, so that any loss is row-wise to it and
+        draws for a row by its own key. It always runs per device, with weights that are whole.
+      finish: ``(sums, rng, memory) -> sums``, what is done once per step with the sums of the whole
+        batch, wherever they were computed; the memory is then its own.
+      check: raises ValueError for a :class:`jaxtrain.Experiment` that it cannot be the engine of.
     """
 
     make: Callable[..., GradientEngine]
@@ -78,6 +86,9 @@ class Engine:
     accumulates: bool = False
     init: Callable[[PyTree], PyTree] | None = None
     by_parts: bool = False
+    by_row: bool = False
+    finish: Callable[..., GradientSums] | None = None
+    check: Callable[[Any], None] | None = None
 
     def __call__(self, *given: Any) -> GradientEngine:
         return self.make(*given)

@@ -53,6 +53,7 @@ def find_shards(
     shardings: PyTree | None,
     obstacle: Reason | None,
     may_draw: bool = True,
+    by_row: bool = False,
 ) -> Shards | None:
     """Says which axes of the batch a gradient engine takes over, where it is traced for a mesh.
 
@@ -66,6 +67,7 @@ def find_shards(
       gather, shardings: as for :func:`jaxtrain.build_train_step`.
       obstacle: what is known already to stand against it.
       may_draw: whether the engine draws for a row what it draws for it among all others.
+      by_row: whether the engine computes each row alone, whatever the loss.
 
     Returns:
       None where all is left to the partitioner.
@@ -82,7 +84,7 @@ def find_shards(
     obstacle = (
         obstacle
         or _rows_apart(given[-2], microbatches, carried)
-        or _obstacle(loss_fn, params, *given, may_draw=may_draw)
+        or _obstacle(loss_fn, params, *given, may_draw=may_draw, by_row=by_row)
     )
     if obstacle is not None:
         if microbatches > 1:
@@ -117,7 +119,8 @@ def reduced_once(
       cast: parameters to the dtype in which they are gathered.
       microbatches, how: as for :func:`find_shards`.
     """
-    how |= {"microbatches": microbatches, "may_draw": engine is plain}
+    finished = engine.finish or (lambda sums, rng, memory: sums)
+    how |= {"microbatches": microbatches, "may_draw": engine is plain, "by_row": engine.by_row}
 
     def mapped(params, model_state, batch, rng, loss_scale, frozen=frozenset(), memory=None):
         if (memory is None) != (engine.init is None):
@@ -133,7 +136,8 @@ def reduced_once(
         shards = None if engine.by_parts else find_shards(loss_fn, *given, **how)
         if shards is None:
             given = (params, model_state, batch, rng, loss_scale)
-            return run_engine(built, *given, frozen=frozen, memory=memory)
+            own = None if engine.finish else memory
+            return finished(run_engine(built, *given, frozen=frozen, memory=own), rng, memory)
 
         def on_device(params, batch, rng, loss_scale):
             whole = shards.gathered(params)
@@ -157,7 +161,7 @@ def reduced_once(
         grads, loss = program(narrow, batch, rng, loss_scale)
         # Of arrays again: what is cast may be kernels in their place, under the same paths.
         grads = by_paths(named_leaves(grads), params)
-        return GradientSums(grads, loss, None, microbatches)
+        return finished(GradientSums(grads, loss, None, microbatches), rng, memory)
 
     return mapped
 
@@ -168,11 +172,11 @@ def why_not(
     """Returns the ``obstacle`` of :func:`find_shards` that is known before the loss is traced."""
     if has_model_state:
         return Why.MODEL_STATE()
-    if not is_row_wise(loss_fn):
+    if not is_row_wise(loss_fn) and not engine.by_row:
         return Why.UNDECLARED()
     if not engine.row_wise:
         return Why.NO_PROMISE()
-    return None if engine.init is None else Why.MEMORY()
+    return None if engine.init is None or engine.finish else Why.MEMORY()
 
 
 def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
@@ -196,12 +200,14 @@ def kept_by_gathering(params: PyTree, shardings: PyTree, dtype: Any) -> int:
     return sum(jax.tree.leaves(jax.tree.map(more, params, shardings)))
 
 
-def _obstacle(loss_fn: Callable[..., Any], *given: Any, may_draw: bool) -> Reason | None:
+def _obstacle(
+    loss_fn: Callable[..., Any], *given: Any, may_draw: bool, by_row: bool
+) -> Reason | None:
     """Returns why a loss that is declared a sum over rows is not one; None if it seems to be."""
     jaxpr, result = jax.make_jaxpr(loss_fn, return_shape=True)(*given)
-    if not may_draw and draws(jaxpr.jaxpr):
+    if not by_row and not may_draw and draws(jaxpr.jaxpr):
         return Why.ENGINE_DRAWS()
-    if draws_otherwise(jaxpr.jaxpr, row_count(given[-2])):
+    if not by_row and draws_otherwise(jaxpr.jaxpr, row_count(given[-2])):
         return Why.DRAWS()
     loss = result[0] if isinstance(result, tuple) else result
     metrics = getattr(loss, "metrics", {}).items()

@@ -33,9 +33,10 @@ def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
             return {"rope_theta": theta, "rope_scaling": scaling(*map(found.get, numbers))}
     if kind != "default" or found:
         known = (f"{name!r} with {', '.join(numbers)}" for name, numbers in _SCALINGS.values())
+        same = "; up to max_position_embeddings 'default' is the same" if kind == "dynamic" else ""
         raise ValueError(
             f"rope_type={kind!r} with {', '.join(found) or 'nothing'} is not known here: only "
-            f"'default', {', '.join(known)}"
+            f"'default', {', '.join(known)}{same}"
         )
     return {"rope_theta": theta, "rope_scaling": None}
 

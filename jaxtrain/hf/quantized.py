@@ -1,8 +1,8 @@
 """Weights of 1 to 8 bits in Hugging Face folders: read as the numbers that they stand for, and
 written.
 
-NF4 of bitsandbytes, GPTQ, AWQ, and pack-quantized and int-quantized of compressed-tensors are read;
-compressed-tensors (int4, int8) and NF4 are written.
+NF4 of bitsandbytes, GPTQ, AWQ, pack-quantized and int-quantized of compressed-tensors, fp8 in
+blocks and MXFP4 are read; compressed-tensors (int4, int8) and NF4 are written.
 
 Shapes: D inputs, F outputs, G groups of inputs that share a scale. A dense layer of PyTorch is
 [F, D].
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.hf.block_floats import Fp8Blocks, Mxfp4Blocks
 from jaxtrain.ops.packed import NF4, Kind, Packed
 
 _STATE = ".quant_state.bitsandbytes__nf4"
@@ -29,6 +30,8 @@ _NAMES = {
     "gptq": _OLD,
     "awq": _OLD,
     "compressed-tensors": (".weight_scale", r"\.weight(_\w+)?"),
+    "fp8": (".weight_scale_inv", r"\.weight(_scale_inv)?"),
+    "mxfp4": ("_scales", r"_(blocks|scales)"),
 }
 
 
@@ -37,16 +40,18 @@ class Format:
     """How a folder's weights are quantized, by its config.json.
 
     Args:
-      method: bitsandbytes, gptq, awq or compressed-tensors.
-      bits: of a code.
+      method: bitsandbytes, gptq, awq, compressed-tensors, fp8 or mxfp4.
+      bits: of an integer code.
       group: inputs that share a scale; None means all, or what the tensors say.
       first: GPTQ's first version, which stores a zero point as the number below it.
+      block: outputs and inputs of fp8 that share a scale.
     """
 
     method: str
     bits: int = 4
     group: int | None = None
     first: bool = False
+    block: tuple[int, int] = (128, 128)
 
 
 def read_format(theirs: Mapping[str, Any]) -> Format | None:
@@ -68,6 +73,17 @@ def read_format(theirs: Mapping[str, Any]) -> Format | None:
     if method == "bitsandbytes":
         known("bnb_4bit_quant_type", theirs.get("bnb_4bit_quant_type"), "nf4")
         return Format(method)
+    if method == "mxfp4":
+        return Format(method)
+    if method == "fp8":
+        known("fmt", theirs.get("fmt", "e4m3"), "e4m3")
+        block = theirs.get("weight_block_size")
+        if not isinstance(block, list) or len(block) != 2 or min(block) < 1:
+            raise ValueError(
+                f"quantization_config has weight_block_size={block!r}, which is not read: only two "
+                "sizes; export the model with scales of blocks or without codes"
+            )
+        return Format(method, block=tuple(block))
     if method == "compressed-tensors":
         known("format", theirs.get("format"), "pack-quantized", "int-quantized", "naive-quantized")
         schemes = list(theirs.get("config_groups", {}).values())
@@ -198,11 +214,27 @@ def dequantized(
     if format is None:
         return found
     end, pattern = _NAMES[format.method]
-    for module in [name.removesuffix(end) for name in tensors if name.endswith(end)]:
-        ends = (name.removeprefix(module) for name in tensors if name.startswith(module))
-        parts = {x: found.pop(module + x) for x in ends if re.fullmatch(pattern, x)}
-        found[f"{module}.weight"] = Dequantized(parts, format, conv1d)
+    modules = {name.removesuffix(end): {} for name in tensors if name.endswith(end)}
+    for name in tensors:
+        part = re.fullmatch(rf"(.+?)({pattern})", name)
+        if part is not None and part[1] in modules:
+            modules[part[1]][part[2]] = found.pop(name)
+    for module, parts in modules.items():
+        if format.method == "mxfp4":
+            found[module] = Mxfp4Blocks(*_both(module, parts, "_blocks", "_scales"))
+        elif format.method == "fp8":
+            both = _both(module, parts, ".weight", ".weight_scale_inv")
+            found[f"{module}.weight"] = Fp8Blocks(*both, format.block)
+        else:
+            found[f"{module}.weight"] = Dequantized(parts, format, conv1d)
     return found
+
+
+def _both(module: str, parts: Mapping[str, Any], *ends: str) -> list[Any]:
+    for end in ends:
+        if end not in parts:
+            raise ValueError(f"there is no {module + end!r} beside {module + min(parts)!r}")
+    return [parts[end] for end in ends]
 
 
 def encoded(kernel: Packed, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:

@@ -21,8 +21,9 @@ from jaxtrain.host.paths import is_file, json_text, listed, read_json
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 # Of the parts of quantized weights.
-INTEGERS = {"U8": np.dtype(np.uint8), "I8": np.dtype(np.int8)}
-INTEGERS |= {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+PARTS = {"U8": np.dtype(np.uint8), "I8": np.dtype(np.int8)}
+PARTS |= {"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+PARTS |= {"F8_E4M3": np.dtype(jnp.float8_e4m3fn), "F8_E8M0": np.dtype(jnp.float8_e8m0fnu)}
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"[^/\\\0]+\.safetensors")  # a plain name
 # The header of a published model with thousands of tensors has under one megabyte.
@@ -52,8 +53,8 @@ class Tensor:
 
     @property
     def stored(self) -> np.ndarray:
-        """All of it, integers too, mapped while it is held."""
-        return self._mapped(INTEGERS.get(self.code) or self.dtype)
+        """All of it, parts of quantized weights too, mapped while it is held."""
+        return self._mapped(PARTS.get(self.code) or self.dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         return self._mapped(self.dtype)[index]
@@ -123,7 +124,7 @@ def write(
         index = {"metadata": {"total_size": sum(s for shard in shards for *_, s in shard.values())}}
         index["weight_map"] = {n: f for f, shard in zip(files, shards, strict=True) for n in shard}
         (folder / INDEX).write_text(json_text(index))
-    codes = {dtype: code for code, dtype in (DTYPES | INTEGERS).items()}
+    codes = {dtype: code for code, dtype in (DTYPES | PARTS).items()}
     tensors = iter(tensors)
     for file, shard in zip(files, shards, strict=True):
         header, end = {"__metadata__": {"format": "pt"}}, 0
@@ -175,7 +176,7 @@ def _tensor(
         )
     start, end = place
     fits = start <= end <= size - data
-    if (dtype := (DTYPES | INTEGERS).get(code)) is not None:
+    if (dtype := (DTYPES | PARTS).get(code)) is not None:
         fits &= end - start == math.prod(shape) * dtype.itemsize
     if not fits:
         raise ValueError(f"'{path}' is cut short or damaged: {name!r} does not lie within it")

@@ -15,13 +15,11 @@ The number of replicas is part of the mathematics, and the mesh is not: each par
 Shapes: R replicas.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +27,30 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.engines.compressed import INT8, exchanged, two_stages
-from jaxtrain.engines.members import AXIS, at, check_engine, each, own_part, parts_of
+from jaxtrain.engines.members import at, each, own_part
 from jaxtrain.host.least import check_least
+from jaxtrain.methods.meeting import (
+    Meeting,
+    check_apart,
+    check_averages,
+    check_parts,
+    joined,
+    mean_by,
+    pulled_to,
+    shares_by,
+    with_pull,
+)
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.ops.attention import branch_shares
 from jaxtrain.optim import frozen
-from jaxtrain.sharding.placement import free_axes, sizes_are_final, specs_of
+from jaxtrain.sharding.placement import specs_of
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
 
-Outer = Literal["average", "sgd", "nesterov", "adam", "yogi"]
-RATES = {"average": 1.0, "sgd": 1.0, "nesterov": 0.7, "adam": 0.01, "yogi": 0.01}
-_anchor: contextvars.ContextVar[PyTree] = contextvars.ContextVar("anchor", default=None)
-
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class Local(Meeting):
     """Replicas that train by themselves and meet every so many steps (local SGD, DiLoCo)."""
 
     replicas: int | None = None
@@ -56,58 +61,28 @@ class Local:
     after: int = 0
     """Number of first steps that replicas meet after each of, before they meet after every so many
     (post-local SGD)."""
-    outer: Outer = "average"
-    """Optimizer of the mean displacement: average takes the mean of the replicas, nesterov is
-    DiLoCo's, adam and yogi are FedOpt's."""
-    rate: float | None = None
-    """Learning rate of the outer optimizer; left out, 1 (sgd), 0.7 (nesterov) or 0.01 (adam,
-    yogi)."""
-    momentum: float = 0.9
-    """Momentum of nesterov."""
     fragments: int = 1
     """Number of parts of the parameters, which meet at different steps, each after every so many:
     the largest exchange is then so many times smaller."""
     bits: Literal[8, 32] = 32
     """Bits of each number that a meeting sends: 8 rounds what each replica has moved by to 255
     levels of a piece's largest, and what that comes to again."""
-    proximal: float = 0.0
-    """Strength of a pull of each replica towards where it last met the others (FedProx)."""
+    flag: ClassVar[str] = "local"
 
     def __post_init__(self) -> None:
-        check_least(self, replicas=1, every=1, after=0, fragments=1, proximal=0, rate=0, momentum=0)
+        check_least(self, replicas=1, every=1, after=0, fragments=1)
         typed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         if typed and self.replicas is None:
             name, value = typed[0].name, getattr(self, typed[0].name)
             raise ValueError(
                 f"`local.{name}` is {value} and there are no replicas: give `local.replicas` too"
             )
-        if self.outer != "nesterov" and "momentum" in {f.name for f in typed}:
-            raise ValueError(
-                f"`local.momentum` is {self.momentum} and `local.outer` {self.outer}, which has "
-                "none: give nesterov, or leave it out"
-            )
-        if self.outer == "average" and self.rate is not None:
-            raise ValueError(
-                f"`local.rate` is {self.rate} and `local.outer` average, which has no rate: give "
-                "sgd, nesterov, adam or yogi"
-            )
+        super().__post_init__()
         if self.fragments > self.every:
             raise ValueError(
                 f"`local.fragments` is {self.fragments} and `local.every` {self.every}: give at "
                 "most one fragment for each step"
             )
-
-    def outer_optimizer(self) -> optax.GradientTransformation | None:
-        """Returns the outer optimizer; None for the mean."""
-        rate = RATES[self.outer] if self.rate is None else self.rate
-        made = {
-            "average": lambda: None,
-            "sgd": lambda: optax.sgd(rate),
-            "nesterov": lambda: optax.sgd(rate, momentum=self.momentum, nesterov=True),
-            "adam": lambda: optax.adam(rate, b2=0.99, eps=1e-3),
-            "yogi": lambda: optax.yogi(rate, b2=0.99, eps=1e-3),
-        }
-        return made[self.outer]()
 
 
 def local_updates(experiment: Any, local: Local) -> Any:
@@ -126,15 +101,11 @@ def local_updates(experiment: Any, local: Local) -> Any:
     """
     if local.replicas is None:
         return experiment
-    _check(experiment, local.replicas)
+    check_apart(experiment, "local.replicas", local.replicas)
     R, outer = local.replicas, local.outer_optimizer()
 
     def start(state: TrainState) -> TrainState:
-        if any("ema" in name.split("/") for name in named_leaves(state.opt_state)):
-            raise ValueError(
-                "the optimizer keeps averages of the parameters, which replicas would each have of "
-                "their own: leave --optimizer.ema out; where replicas meet they are averaged too"
-            )
+        check_averages(state.opt_state)
         own = own_part(state.params, frozen(state.opt_state))
         alike = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (R, *x.shape)), dataclasses.replace(state, params=own)
@@ -152,18 +123,18 @@ def local_updates(experiment: Any, local: Local) -> Any:
     def local_updates(step: Step) -> Step:
         def one(member: TrainState, batch: PyTree, shared: PyTree) -> tuple[TrainState, Any]:
             own = named_leaves(member.params)
-            with _pulled_to(shared):
+            with pulled_to(shared):
                 whole = dataclasses.replace(member, params=combine(member.params, shared))
                 after, metrics = step(whole, batch)
             params, _ = partition(lambda name, _: name in own, after.params)
             return dataclasses.replace(after, params=params), metrics
 
         def all_replicas(state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
-            _check_mesh(R)
+            check_parts("local.replicas", R)
             kept = state.method
             members, metrics = each(one, kept["members"], batch, state.params, split=True)
             weight = kept["weight"] + metrics["weight"][:, None]
-            metrics = _joined(metrics)
+            metrics = joined(metrics)
             now, kept = state.step + 1, kept | {"members": members, "weight": weight}
             skipped = state.skipped + metrics["skipped"]
             state = dataclasses.replace(state, step=now, skipped=skipped, method=kept)
@@ -180,40 +151,8 @@ def local_updates(experiment: Any, local: Local) -> Any:
 
     own = {"method": Method(local_updates, start=start)}
     if local.proximal:
-        own["optimizer"] = _proximal(experiment.optimizer, local.proximal)
+        own["optimizer"] = with_pull(experiment.optimizer, local.proximal)
     return experiment.with_(**own)
-
-
-def _check(experiment: Any, R: int) -> None:
-    """Raises ValueError where an experiment cannot have so many replicas."""
-    if experiment.method != Method():
-        raise ValueError(
-            "`local.replicas` is given and the experiment has a method of its own: leave one out"
-        )
-    check_engine(experiment)
-    if experiment.layout.zero:
-        raise ValueError(
-            f"`zero` is {experiment.layout.zero}, which spreads what each replica has of its own "
-            "over the axis that replicas stand on: spread it over fsdp"
-        )
-    if experiment.layout.offload_optimizer:
-        raise ValueError(
-            "`offload_optimizer` is given and the optimizer's state is that of each replica, which "
-            "stays on its devices: leave it out"
-        )
-    rows = {x.shape[0] for x in jax.tree.leaves(experiment.data.batch) if x.shape}
-    if len(rows) > 1:
-        raise ValueError(
-            f"`local.replicas` is {R} and leaves of a batch have {min(rows)} and {max(rows)} rows: "
-            "each must have as many, or be a scalar; repeat it for every row, or let the loss "
-            "function close over it"
-        )
-    cuts = R * experiment.layout.microbatches(experiment.layout.mesh.pipe)
-    if left := [n for n in rows if n % cuts]:
-        raise ValueError(
-            f"`local.replicas` is {R} and a batch has {left[0]} rows, which they share and take in "
-            f"{cuts // R} microbatches: give a multiple of {cuts} rows"
-        )
 
 
 # The part of the parameters that meets at a time: names, and of stacked ones the layers.
@@ -266,12 +205,12 @@ def _meet(number: int, piece: Piece, local: Local, state: TrainState) -> TrainSt
     """Takes a piece of the replicas' parameters through the outer optimizer, back to all of them;
     the model's state with the first."""
     kept, members, outer = dict(state.method), state.method["members"], local.outer_optimizer()
-    mean = _mean_by(kept["weight"][:, number])
+    mean = mean_by(kept["weight"][:, number])
     there, before = _take(members.params, piece, lead=1), _take(state.params, piece)
     if local.bits == 32:
         met = jax.tree.map(mean, there)
     else:
-        shares = _shares(kept["weight"][:, number])
+        shares = shares_by(kept["weight"][:, number])
         moved = jax.tree.map(lambda x, then: shares(x - then), there, before)
         whole = specs_of(state.params) or {}
         # Some of the layers do not divide over pipe as all do.
@@ -295,67 +234,3 @@ def _meet(number: int, piece: Piece, local: Local, state: TrainState) -> TrainSt
     kept["weight"] = kept["weight"].at[:, number].set(0)
     params = _put(state.params, piece, new)
     return dataclasses.replace(state, params=params, model_state=model_state, method=kept)
-
-
-def _joined(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Metrics of all replicas: means by weight, and sums of weights and of what was left out."""
-    if len(metrics["weight"]) == 1:
-        return at(metrics, 0)
-    sums = {name: metrics[name].sum(0) for name in ("weight", "skipped")}
-    return jax.tree.map(_mean_by(metrics["weight"]), dict(metrics)) | sums
-
-
-def _mean_by(weight_R: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Returns the mean of arrays [R, ...] by weight."""
-    return lambda x: _shares(weight_R)(x).sum(0)
-
-
-def _shares(weight_R: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Returns what each of arrays [R, ...] adds to their mean by weight; where all weights are 0,
-    all count alike."""
-    R, total = len(weight_R), weight_R.sum()
-    share_R = jnp.where(total != 0, weight_R / jnp.where(total != 0, total, 1.0), 1.0 / R)
-
-    def shares(x: jax.Array) -> jax.Array:
-        x = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
-        share = share_R.reshape(R, *[1] * (x.ndim - 1)).astype(x.dtype)
-        # What counts nothing may be NaN.
-        return jnp.where(share != 0, x, 0) * share
-
-    return shares
-
-
-def _check_mesh(replicas: int) -> None:
-    mesh = jax.sharding.get_abstract_mesh()
-    if AXIS in free_axes(mesh) and sizes_are_final() and parts_of(replicas) == 1:
-        raise ValueError(
-            f"`local.replicas` is {replicas} and mesh axis {AXIS!r} has size {mesh.shape[AXIS]}: "
-            "give a multiple of it, so that each part has replicas of its own"
-        )
-
-
-@contextlib.contextmanager
-def _pulled_to(anchor: PyTree) -> Iterator[None]:
-    token = _anchor.set(anchor)
-    try:
-        yield
-    finally:
-        _anchor.reset(token)
-
-
-def _proximal(optimizer: Any, strength: float) -> Any:
-    """An optimizer that is given the gradient of ``strength / 2 |x - anchor|^2`` besides."""
-    if not isinstance(optimizer, optax.GradientTransformation):
-        return lambda stack: _proximal(optimizer(stack), strength)
-    inner = optax.with_extra_args_support(optimizer)
-
-    def update(grads: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> Any:
-        now, then = named_leaves(params), named_leaves(_anchor.get())
-
-        def pull(name: str, g: jax.Array) -> jax.Array:
-            return g + strength * (now[name] - then[name]).astype(g.dtype)
-
-        # What a mask leaves out of the gradients has no leaf there.
-        return inner.update(map_named(pull, grads), state, params, **extra)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)

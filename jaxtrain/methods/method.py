@@ -1,7 +1,7 @@
 """Defines :class:`Method`: code around the train step, with a state of its own."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtrain.state import TrainState
@@ -23,9 +23,11 @@ class Method:
       start: ``state -> state``, applied once to the state in which training begins. It may keep
         more in ``TrainState.method``, whose leaves that end in a parameter's path lie on devices as
         that does, and move there what it makes needless elsewhere.
+      batches: ``stream -> stream``, of training batches: in another order, say.
       evaluation: ``step -> step``, applied to the evaluation of a batch before it is compiled.
       shown: ``(state, means) -> (state, means, lines)``, what a run is concluded from by its last
         evaluation, and lines to print before.
+      facts, fingerprints: what it adds to those of :class:`jaxtrain.experiment.Metadata`.
 
     >>> import jax, optax
     >>> def averaging(step):
@@ -39,5 +41,8 @@ class Method:
 
     step: Callable[[Step], Step] = lambda step: step
     start: Callable[[TrainState], TrainState] | None = None
+    batches: Callable[[Any], Any] = lambda stream: stream
     evaluation: Callable[[Callable], Callable] = lambda step: step
     shown: Callable[..., tuple[TrainState, Any, list[str]]] = lambda *found: (*found, [])
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)

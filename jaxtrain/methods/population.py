@@ -4,7 +4,11 @@ Members differ in numbers of the optimizer, in seeds, and in the ranks and stren
 additions. All see the same batches. Each computes what it would alone, to rounding: its numbers
 are data to the program, and no constants that the compiler knows.
 
-Shapes: P members.
+A population may be trained as Jaderberg et al. 2017 do (https://arxiv.org/abs/1711.09846): every so
+many steps the best members take the place of the worst, with numbers of their own
+(:func:`exploit`), and :func:`lineage` says of what segments a member's training was made.
+
+Shapes: P members, E exploits.
 """
 
 import contextlib
@@ -22,7 +26,9 @@ import numpy as np
 import optax
 
 from jaxtrain.engines.members import Together, at, check_engine, each, own_part
+from jaxtrain.host.least import check_least
 from jaxtrain.methods.method import Method
+from jaxtrain.ops.attention import branch_shares
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
@@ -30,6 +36,10 @@ from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
 
 # What metrics of all members are called, and the number of the best in an evaluation.
 ALL, BEST = "members/", "best/member"
+# The member that each has copied last, and the flags of its optimizer's numbers, among metrics.
+PARENT, FLAG = f"{ALL}parent", "optimizer."
+# The part of the members that is copied over as many, and what their numbers are multiplied by.
+QUARTER, FACTORS = 4, (0.8, 1.25)
 _numbers: contextvars.ContextVar[Mapping[str, Any] | None]
 _numbers = contextvars.ContextVar("numbers", default=None)
 
@@ -48,6 +58,13 @@ class Population:
     together: Together = "map"
     """Whether a device computes its members one after another, or all at once. A mesh axis data of
     which their number is a multiple has some of them on each part."""
+    exploit_every: int | None = None
+    """Number of steps between copies of members: the quarter with the lowest training loss of these
+    steps is copied over the worst quarter, and the copies' varied numbers of the optimizer are
+    multiplied by 0.8 or 1.25; left out, no member is copied."""
+
+    def __post_init__(self) -> None:
+        check_least(self, exploit_every=1)
 
     def members(self, seed: int = 0) -> list[dict[str, float]]:
         """Returns the flags of each member.
@@ -111,7 +128,13 @@ def follow(make: Callable[..., optax.GradientTransformation]) -> Callable[[Stack
     return optimizer
 
 
-def populate(experiment: Any, members: Sequence[Member], *, together: Together = "map") -> Any:
+def populate(
+    experiment: Any,
+    members: Sequence[Member],
+    *,
+    together: Together = "map",
+    exploit_every: int | None = None,
+) -> Any:
     """Returns an :class:`jaxtrain.Experiment` that trains all members at once.
 
     Where the mesh axis ``data`` divides their number, each part has its own members, which see the
@@ -123,12 +146,16 @@ def populate(experiment: Any, members: Sequence[Member], *, together: Together =
         optimizer freezes is there once; its optimizer is one of :func:`follow`.
       members: those.
       together: ``"map"`` or ``"vmap"``.
+      exploit_every: steps from one :func:`exploit` to the next; None for none. It comes before the
+        step, and never after the last.
 
     Metrics are those of the member with the least loss, and ``members/NAME`` of all; an evaluation
-    chooses by the experiment's ``best_metric``, and ``best/member`` is the number.
+    chooses by the experiment's ``best_metric``, and ``best/member`` is the number. Where members
+    are copied, ``members/parent`` are the last parents and ``members/optimizer.NAME`` the numbers
+    that the step had: what :func:`lineage` reads.
 
     Raises:
-      ValueError: the experiment has a method already.
+      ValueError: the experiment has a method already, or a single member is to be copied.
     """
     if experiment.method != Method():
         raise ValueError(
@@ -136,6 +163,11 @@ def populate(experiment: Any, members: Sequence[Member], *, together: Together =
             "local updates: leave one out"
         )
     check_engine(experiment)
+    if exploit_every is not None and len(members) < 2:
+        raise ValueError(
+            f"`population.exploit_every` is {exploit_every} and there is 1 member, which has none "
+            "to copy: give `population.size` or `population.vary` for more, or leave it out"
+        )
     run = functools.partial(each, split=False, together=together)
     given = named_leaves(experiment.task.params()) if experiment.task.params else {}
     metadata, cast = experiment.metadata, experiment.policy.cast_to_param
@@ -147,7 +179,9 @@ def populate(experiment: Any, members: Sequence[Member], *, together: Together =
 
         def begun(member: Member) -> tuple[PyTree, jax.Array]:
             init_rng, rng = jax.random.split(jax.random.key(member.seed))
-            drawn = named_leaves(cast(member.init_fn(init_rng)))
+            made = member.init_fn(init_rng)
+            made = made[0] if experiment.task.has_model_state else made
+            drawn = named_leaves(cast(made))
 
             def leaf(path: str, x: jax.Array) -> jax.Array:
                 if path in given:
@@ -167,6 +201,8 @@ def populate(experiment: Any, members: Sequence[Member], *, together: Together =
         numbers = {name: jnp.float32([m.numbers[name] for m in members]) for name in names}
         rest = {"opt_state": (), "loss_scale": None, "memory": None}
         rest["method"] = {"members": own, "numbers": numbers}
+        if exploit_every is not None:
+            rest["method"] |= {"losses": jnp.zeros(P), "parent": jnp.arange(P)}
         first = combine(at(own.params, 0), state.params)
         return dataclasses.replace(state, params=first, **rest)
 
@@ -181,16 +217,29 @@ def populate(experiment: Any, members: Sequence[Member], *, together: Together =
                 params, _ = partition(lambda name, _: name in mine, after.params)
                 return dataclasses.replace(after, params=params), metrics
 
-            own, metrics = run(one, state.method, batch, state.params)
+            kept = state.method
+            if exploit_every is not None:
+                is_time = (state.step > 0) & (state.step % exploit_every == 0)
+                key = jax.random.fold_in(jax.random.key(experiment.seed), state.step)
+                with branch_shares(exploit_every - 1, 1):
+                    kept = jax.lax.cond(is_time, exploit, lambda kept, _: kept, kept, key)
+            pairs = {name: kept[name] for name in ("members", "numbers")}
+            own, metrics = run(one, pairs, batch, state.params)
+            kept = kept | {"members": own}
             best = jnp.argmin(jnp.where(jnp.isfinite(metrics["loss"]), metrics["loss"], jnp.inf))
             scalars = {f"{ALL}{name}": x for name, x in metrics.items() if x.ndim == 1}
             # One that diverges leaves its own steps out, and no other's.
+            losses = metrics["loss"]
             metrics = at(metrics, best) | scalars | {"skipped": metrics["skipped"].min()}
+            if exploit_every is not None:
+                kept["losses"] += losses
+                metrics |= {f"{ALL}{FLAG}{name}": x for name, x in kept["numbers"].items()}
+                metrics[PARENT] = kept["parent"]
             state = dataclasses.replace(
                 state,
                 step=state.step + 1,
                 params=combine(at(own.params, 0), state.params),
-                method=state.method | {"members": own},
+                method=kept,
                 skipped=state.skipped + metrics["skipped"],
             )
             return state, metrics
@@ -226,12 +275,62 @@ def populate(experiment: Any, members: Sequence[Member], *, together: Together =
         means = dict(means)
         for path in [path for path in means if f"/{ALL}" in f"/{path}"]:
             means[path.replace(ALL, "")] = means[path][best]
-        return dataclasses.replace(state, params=params), means, _table(members, means, prefix)
+        first = "" if exploit_every is None else " at first"
+        lines = _table(members, means, prefix, first)
+        return dataclasses.replace(state, params=params), means, lines
 
     method = Method(population, start=start, evaluation=evaluation, shown=shown)
     flops = experiment.task.flops_per_step
     own = {"derived": told, "flops_per_step": flops and P * flops}
     return experiment.with_(method=method, **own)
+
+
+def exploit(kept: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
+    """Copies the best quarter of the members over the worst, and multiplies the copies' numbers by
+    0.8 or 1.25.
+
+    Members are in the order of their summed training losses; those whose sum is not finite come
+    last, and are not copied. A member that takes another's parameters, optimizer and model state
+    keeps its own key: with the same key the two would draw alike.
+
+    Args:
+      kept: what a population has in ``TrainState.method``: ``members``, ``numbers``, ``losses`` and
+        ``parent``, leaves [P, ...].
+      key: decides which factor a number is multiplied by.
+
+    Returns:
+      The same, with sums of 0 and, as ``parent``, the number of the member that each was copied
+      from: its own, where it was not.
+    """
+    own, losses = kept["members"], kept["losses"]
+    P = len(losses)
+    count, finite = max(1, P // QUARTER), jnp.isfinite(losses)
+    order = jnp.argsort(jnp.where(finite, losses, jnp.inf), stable=True)
+    best, worst = order[:count], order[-count:]
+    parent = jnp.arange(P).at[worst].set(jnp.where(finite[best], best, worst))
+    copied = jax.tree.map(lambda x: x[parent], dataclasses.replace(own, rng=None, skipped=None))
+    names, (low, high) = sorted(kept["numbers"]), FACTORS
+    rises = jax.random.bernoulli(key, shape=(len(names), P))
+    factors = jnp.where(parent == jnp.arange(P), 1, jnp.where(rises, high, low))
+    numbers = {n: kept["numbers"][n][parent] * x for n, x in zip(names, factors, strict=True)}
+    members = dataclasses.replace(copied, rng=own.rng, skipped=own.skipped)
+    start = {"losses": jnp.zeros_like(losses), "parent": parent}
+    return {"members": members, "numbers": numbers, **start}
+
+
+def lineage(parents_EP: Sequence[Sequence[int]], member: int) -> list[int]:
+    """Returns the member in whose place each segment of a member's training was: [E + 1] numbers.
+
+    Trained alone in segments, each with the key and the numbers that this member had then, a
+    training ends in the same bits.
+
+    >>> lineage([[0, 1, 0], [1, 1, 2]], 0)  # a copy of 1 at the second exploit
+    [1, 1, 0]
+    """
+    line = [member]
+    for parent_P in reversed(parents_EP):
+        line.append(int(parent_P[line[-1]]))
+    return line[::-1]
 
 
 @contextlib.contextmanager
@@ -258,12 +357,14 @@ def _spread(words: str) -> list[float]:
     return [float(f"{x:.4g}") for x in np.geomspace(float(low), float(high), int(count))]
 
 
-def _table(members: Sequence[Member], means: Mapping[str, Any], prefix: str) -> list[str]:
+def _table(
+    members: Sequence[Member], means: Mapping[str, Any], prefix: str, first: str
+) -> list[str]:
     """Says what each member has come to, and which is the best."""
     if f"{prefix}{BEST}" not in means:
         return []
     names = list(members[0].flags)
-    rows = [["member", *names, "held-out loss"]]
+    rows = [["member", *(f"{name}{first}" for name in names), "held-out loss"]]
     losses = means[f"{prefix}{ALL}loss"]
     for number, (member, loss) in enumerate(zip(members, losses, strict=True)):
         rows.append([str(number), *(f"{member.flags[n]:g}" for n in names), f"{loss:.4f}"])

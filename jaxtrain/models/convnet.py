@@ -1,4 +1,4 @@
-"""A small convolutional classifier with BatchNorm and dropout, in Flax NNX.
+"""A small convolutional classifier with BatchNorm or GroupNorm and dropout, in Flax NNX.
 
 It is here for what a GPT does not have: state that is updated outside of gradients. Parameters and
 running statistics are two plain nested dicts; ``init`` makes both and ``loss_fn`` returns the
@@ -9,6 +9,7 @@ Shapes: N images, H height, W width, C channels, K classes.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxtrain.models import layers, parts
 from jaxtrain.ops.numerics import drop
 
 Params = Mapping[str, Any]
+GROUPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,8 @@ class ConvNetConfig:
       channels: output channels of each convolution; between two of them the image is halved.
       hidden: width of the dense layer before the output.
       dropout: rate before the output.
+      norm: ``"batch"``, or ``"group"`` (Wu and He 2018, https://arxiv.org/abs/1803.08494), whose
+        statistics are of each image, of which the model then keeps no state.
       momentum: of the running statistics, as a fraction of the old value kept per step.
 
     Raises:
@@ -44,6 +48,7 @@ class ConvNetConfig:
     channels: tuple[int, ...] = (32, 64)
     hidden: int = 128
     dropout: float = 0.3
+    norm: str = "batch"
     momentum: float = 0.9
 
     def __post_init__(self):
@@ -61,7 +66,7 @@ class ConvNetConfig:
 
 
 class ConvNet(nnx.Module):
-    """Convolution, BatchNorm, ReLU; pooling in between; two dense layers at the end."""
+    """Convolution, norm, ReLU; pooling in between; two dense layers at the end."""
 
     def __init__(self, config: ConvNetConfig, *, rngs: nnx.Rngs) -> None:
         inputs = (config.image[2], *config.channels)
@@ -70,13 +75,16 @@ class ConvNet(nnx.Module):
             self.convolutions[str(i)] = nnx.Conv(a, b, (3, 3), use_bias=False, rngs=rngs)
         for i, features in enumerate(config.channels):
             # Statistics in float32 whatever the image is computed in.
-            norm = nnx.BatchNorm(features, momentum=config.momentum, rngs=rngs)
+            if config.norm == "batch":
+                norm = nnx.BatchNorm(features, momentum=config.momentum, rngs=rngs)
+            else:
+                norm = nnx.GroupNorm(features, math.gcd(features, GROUPS), rngs=rngs)
             self.norms[str(i)] = norm
         shrink = 2 ** (len(config.channels) - 1)
         flat = config.channels[-1] * (config.image[0] // shrink) * (config.image[1] // shrink)
         self.dense = parts.Dense(flat, config.hidden, rngs=rngs)
         self.out = parts.Dense(config.hidden, config.classes, rngs=rngs)
-        self.rate = config.dropout
+        self.rate, self.norm = config.dropout, config.norm
 
     def __call__(self, x_NHWC: jax.Array, rng: jax.Array | None) -> jax.Array:
         for i in range(len(self.norms)):
@@ -84,7 +92,8 @@ class ConvNet(nnx.Module):
                 x_NHWC = nnx.max_pool(x_NHWC, (2, 2), strides=(2, 2))
             x_NHWC = self.convolutions[str(i)](x_NHWC)
             # The norm promotes to the float32 of its statistics, and so would all that follows.
-            norm_NHWC = self.norms[str(i)](x_NHWC, use_running_average=rng is None)
+            running = {"use_running_average": rng is None} if self.norm == "batch" else {}
+            norm_NHWC = self.norms[str(i)](x_NHWC, **running)
             x_NHWC = jax.nn.relu(norm_NHWC.astype(x_NHWC.dtype))
         hidden = jax.nn.relu(self.dense(x_NHWC.reshape(x_NHWC.shape[0], -1)))
         return self.out(drop(hidden, self.rate, rng))

@@ -33,6 +33,9 @@ class Hook:
     If a call of the train step runs several steps, a state exists after the last of them only.
     """
 
+    def on_start(self, step: int, state: TrainState) -> None:
+        """Called by :func:`jaxtrain.fit` before its first step, with the number of steps made."""
+
     def on_step(self, step: int, state: TrainState) -> None:
         """Called when the call that ends with step number ``step`` is dispatched; reading ``state``
         waits for it."""

@@ -252,7 +252,7 @@ def _fit(
             check_best_metric(experiment, abstract, mesh)
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))
         experiment = experiment.with_(config=record)
-        name, data, metadata = experiment.name, experiment.data, experiment.metadata
+        name, metadata = experiment.name, experiment.metadata
         run_dir, resume = folder.find_run_dir(
             name,
             options.run_dir,
@@ -327,7 +327,7 @@ def _fit(
                 end = Ending(PREEMPTED, start)
         if start < run.steps and end is None:
             lies = build.stream_shardings(experiment, mesh)
-            batches = stack.enter_context(data.train_batches(start, lies))
+            batches = stack.enter_context(experiment.train_batches(start, lies))
             state, end = _train(run, train, state, batches, [evaluation, saving], hooks, early)
         means = _finish(run, state, end, evaluation, saving)
         end = end or stopped or Ending(DONE, int(state.step))
@@ -446,6 +446,8 @@ def _train(
     ledger = run.journal.ledger
     with ledger.phase("step"), Profiling(run) as profiling:
         profiling.on_step(int(state.step), state)
+        for hook in hooks:
+            hook.on_start(int(state.step), state)
         state = train_loop(
             train,
             state,

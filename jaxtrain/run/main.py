@@ -25,12 +25,15 @@ import tyro
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.engines.compressed import Compress, compressed
+from jaxtrain.engines.private import DRAWN, private
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
 from jaxtrain.layout import Effect, Layout
+from jaxtrain.methods.asynchrony import Workers, asynchronous
 from jaxtrain.methods.local_updates import Local, local_updates
+from jaxtrain.methods.privacy import Private, check_private, private_fields
 from jaxtrain.ops.scaled import RECIPES
 from jaxtrain.precision import POLICIES, Policy
 from jaxtrain.run import options, provenance
@@ -74,7 +77,9 @@ class Config:
     """Log which share of the values of products' operands --precision fp8 to nvfp4 saturates and
     flushes to 0, by layer: flushed/gradients/blocks and so on."""
     local: Local = dataclasses.field(default_factory=Local)
+    workers: Workers = dataclasses.field(default_factory=Workers)
     compress: Compress = dataclasses.field(default_factory=Compress)
+    private: Private = dataclasses.field(default_factory=Private)
     gradients: Literal["float32", "int8"] = "float32"
     """What every device rounds the gradients of a microbatch to, at random, before they are
     summed."""
@@ -154,7 +159,7 @@ class Config:
         constant = self.optimizer.schedule == "constant" and self.optimizer.warmup_steps is not None
         may_change = self.layout.may_change() | options.MAY_CHANGE | given.pop("may_change", {})
         # More or fewer steps are the same ones where the learning rate does not go by their number.
-        may_change |= {"steps": Effect.SAME} if constant else {}
+        may_change |= {"steps": Effect.SAME} if constant and not self.private.is_on else {}
         compress = self.compress.on_mesh(self.layout.mesh.data)
         self = dataclasses.replace(self, compress=compress)
         record = {"experiment": name, "module": module_name(type(self))}
@@ -170,6 +175,9 @@ class Config:
                 return options.make_optimizer(chosen, steps=self.steps, stacked=found, **rows)
 
             given["optimizer"] = optimizer_of
+        if self.private.is_on:  # of an outline, whose rows and so whose noise are not known yet
+            engine = private(self.private.clip, 0.0, self.global_batch, bands=self.private.bands)
+            given = {"engine": dataclasses.replace(engine, check=_check_outline)} | given
         engines = {"gradients": rounded()} if self.gradients == "int8" else {}
         if compress.name is not None:
             engines["compress.name"] = compressed(compress)
@@ -199,7 +207,7 @@ class Config:
                 f"would stop the run: give a multiple of {self.local.every}"
             )
         made = Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
-        return local_updates(made, self.local)
+        return asynchronous(local_updates(made, self.local), self.workers)
 
     def _refuse_void_flags(self, name: str) -> None:
         """Raises ValueError for flags of an optimizer that the module has not read."""
@@ -265,9 +273,11 @@ class Config:
                 for batch, count in data.whole_batches(rows, size, sharding=sharding)
             )
 
-        batches = data.Batches(train, global_batch=self.global_batch, seed=self.seed)
+        batches, more = data.Batches(train, global_batch=self.global_batch, seed=self.seed), {}
+        if self.private.is_on:
+            batches, more = self._drawn(train)
         ahead = max(2, min(self.layout.steps_per_call, self.steps))
-        found = {
+        found = more | {
             "batch": batches.shapes,
             "steps_per_epoch": _steps_per_epoch(train, self.global_batch),
             "train_batches": lambda start, sharding: batches.stream(
@@ -278,6 +288,36 @@ class Config:
             sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
             found["eval_batches"] = {name: passes(rows) for name, rows in sets.items()}
         return found
+
+    def _drawn(self, rows: data.RowSource) -> tuple[data.Batches, dict[str, Any]]:
+        """The batches of a private run, and its other fields; raises ValueError for flags that
+        would break its guarantee."""
+        risky = {"skip_spikes": self.optimizer.skip_spikes, "seed": self.seed == 0 and "0"}
+        risky["plateau_factor"] = self.optimizer.plateau_factor
+        risky["accept_changes"] = sorted({*self.run.accept_changes} - {"stopped"})
+        for name, value in risky.items():
+            if value:
+                raise ValueError(
+                    f"`{name}` is {value} and training is private: no noise hides a loss that "
+                    "decides on updates, steps that are made twice differently, and a seed that "
+                    "anyone guesses; give another seed, and leave the rest out"
+                )
+        # Rows of a batch divide over what those of a global batch may divide over.
+        divisor = math.gcd(self.global_batch, 32 * self.layout.accumulate)
+        how = {"leaf": DRAWN, "bands": self.private.bands, "divisor": divisor, "seed": self.seed}
+        steps = self._counted(_steps_per_epoch(rows, self.global_batch)).steps
+        sizes = {"rows": len(rows), "examples": self.global_batch, "steps": steps}
+        batches = data.PoissonBatches(rows, examples=self.global_batch, **how)
+        return batches, private_fields(self.private, **sizes)
+
+
+def _check_outline(experiment: Experiment) -> None:
+    if experiment.data.train_batches is not no_batches:
+        raise ValueError(
+            f"training is private and the rows of experiment {experiment.name!r} are not drawn by "
+            "Poisson sampling: make its batches by config.batches_of"
+        )
+    check_private(experiment)
 
 
 def _steps_per_epoch(rows: data.RowSource, global_batch: int) -> fractions.Fraction | None:

@@ -86,7 +86,7 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnos
     start = int(state.step)
     origin = "the seed" if from_step is None else f"checkpoint {from_step}"
     terminal.print_lines([f"replaying steps {start + 1} to {step} of {run_dir} from {origin}"])
-    with experiment.data.train_batches(start, batch_sharding(mesh)) as batches:
+    with experiment.train_batches(start, batch_sharding(mesh)) as batches:
         if start < step - 1:
             train, _ = build.compile_loop(experiment, state, mesh, start, step - 1)
             calls = {"steps": step - 1, "steps_per_call": experiment.layout.steps_per_call}

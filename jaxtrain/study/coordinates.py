@@ -89,7 +89,7 @@ def moved(experiment: Experiment, with_data: Experiment, steps: int) -> dict[str
     model = FORMS[form][0](**stored)
     mesh = make_experiment_mesh(experiment)
     train, _ = compile_loop(experiment, make_abstract_state(experiment, mesh), mesh, 0, steps)
-    with with_data.data.train_batches(0, batch_sharding(mesh)) as stream:
+    with with_data.train_batches(0, batch_sharding(mesh)) as stream:
         *batches, last = itertools.islice(stream, steps + 1)
     measure = jax.jit(functools.partial(coordinates, model))
     state = make_state(experiment, mesh)

@@ -272,7 +272,9 @@ def conclude(
     return 0
 
 
-def foresee(law: Law, drawn: Sequence[Law], noise: float, size: Size, budget: float) -> Forecast:
+def foresee(
+    law: Law, drawn: Sequence[Law], noise: np.ndarray, size: Size, budget: float
+) -> Forecast:
     """Returns what a law says of a size with a budget."""
     steps = max(1, size.steps(budget))
     at = (size.N, size.tokens * steps)

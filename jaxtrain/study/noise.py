@@ -126,7 +126,7 @@ def measure(
     places = build.stream_shardings(experiment, mesh)
     for step, first in firsts.items():
         at, mean = build.restore_evaluated(experiment, abstract, reader_of(run), step), zeros()
-        with experiment.data.train_batches(first, places) as stream:
+        with experiment.train_batches(first, places) as stream:
             batches = list(itertools.islice(stream, microbatches))
         for _ in range(2):  # away from 0, for the mean, and then away from the mean
             number, told = jax.device_put(jnp.int32(first), abstract.step.sharding), []

@@ -250,6 +250,7 @@ def test_half_of_the_devices_need_half_of_the_rows(mesh):
 
 PROCESS = """
 import sys, collections
+from fractions import Fraction
 import jax, numpy as np
 rank, port = int(sys.argv[1]), sys.argv[2]
 jax.config.update("jax_platforms", "cpu")
@@ -257,7 +258,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtrain.data import Batches, eval_batches
+from jaxtrain.data import Batches, Mixture, eval_batches, whole_batches
 
 reads = collections.Counter()
 class Rows:
@@ -285,18 +286,33 @@ for shard in batch["x"].addressable_shards:
 print("eval", *sum(evaluated, []), flush=True)
 
 class Parts(Rows):
-    def __getitem__(self, index): return {"x": 10 * index + np.arange(4)}
+    def __getitem__(self, index): return self.part(index, 0, 4)
     def part(self, index, start, stop):
-        places.add((start, stop))
-        return {"x": self[index]["x"][start:stop]}
+        places[start, stop] += 1
+        return {"x": (10 * index + np.arange(4))[start:stop]}
 
-# Each process has one half of every row.
-places, mesh = set(), jax.sharding.Mesh(np.array(devices).reshape(2, 2), ("data", "context"))
+# Each process has one half of every row, of a mixture and of held-out rows too.
+places = collections.Counter()
+mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 2), ("data", "context"))
 split = {"x": NamedSharding(mesh, PartitionSpec("data", "context"))}
-whole = batches.batch(3)["x"][:, :1] * 10 + np.arange(4)
-for shard in Batches(Parts(), global_batch=8, seed=5).sharded(3, split)["x"].addressable_shards:
-    np.testing.assert_array_equal(shard.data, whole[shard.index])
-print("places", *places.pop(), len(places), flush=True)
+def check(batch, rows):
+    whole = 10 * np.array(rows)[:, None] + np.arange(4)
+    for shard in batch["x"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[shard.index])
+half = {"a": Fraction(1, 2), "b": Fraction(1, 2)}
+mixed = Batches(Mixture({"a": Parts(), "b": Parts()}, [(0, half)]), global_batch=8, seed=5)
+of_each = [mixed.source_index(24 + n) % 20 for n in range(8)]
+batches_3 = [batches.source_index(24 + n) for n in range(8)]
+for batches, rows in ((Batches(Parts(), global_batch=8, seed=5), batches_3), (mixed, of_each)):
+    places.clear()
+    check(batches.sharded(3, split), rows)
+    print("places", *sum(places.items(), ()), flush=True)
+places.clear()
+for (batch, count), rows in zip(whole_batches(Parts(), 8, sharding=split),
+                                [range(8), range(8, 16), [*range(16, 20)] * 2], strict=True):
+    check(batch, rows)
+places.subtract([(0, 4)])  # the first row shows the arrays
+print("places", *sum((+places).items(), ()), flush=True)
 """
 
 
@@ -309,10 +325,10 @@ def test_two_processes_make_the_batch_of_one():
         if line[0] == "rows":
             got[int(line[1]) : int(line[1]) + 2] = map(int, line[2:])
     assert got == numbers(Batches(Rows(20), global_batch=8, seed=5).batch(3))
-    assert [line for out in lines for line in out if line[0] == "places"] == [
-        ["places", "0", "2", "0"],
-        ["places", "2", "4", "0"],
-    ]
+    for out, half in zip(lines, ("(0, 2)", "(2, 4)"), strict=True):
+        found = [" ".join(line[1:]) for line in out if line[0] == "places"]
+        assert found == [f"{half} 8", f"{half} 8", f"{half} 24"]
+
     for out in lines:
         held = [number for line in out if line[0] == "rows" for number in line[2:]]
         assert len(held) == 4

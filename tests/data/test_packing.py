@@ -150,8 +150,12 @@ def test_nothing_to_train_on():
 def test_fitted_rows_hold_every_document_once(texts, T):
     corpus = tokenize(documents_of(texts), ByteTokenizer())
     found, cut = [], []
-    for row in FittedTokens(corpus, T):
+    fitted = FittedTokens(corpus, T)
+    for index, row in enumerate(fitted):
         assert {name: values.dtype for name, values in row.items()} == DTYPES
+        parts = [fitted.part(index, t, min(t + 3, T)) for t in range(0, T, 3)]
+        for name, values in row.items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), values)
         assert (np.diff(row["segments"][row["segments"] > 0]) >= 0).all()
         for segment in range(1, row["segments"].max() + 1):
             where = row["segments"] == segment

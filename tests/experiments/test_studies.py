@@ -11,6 +11,7 @@ from experiments import gpt
 from experiments.studies import __main__ as studies
 from experiments.studies import sweep
 from jaxtrain.run.main import load_config
+from jaxtrain.run.observe.report.records import Series
 from jaxtrain.study import command
 
 LOSSES = {"plain": [2.0, 2.2, 2.1], "heavy": [1.0, 1.1, 1.05], "twin": [1.02, 1.12, 1.0]}
@@ -79,6 +80,12 @@ def test_every_setting_is_trained_from_every_seed_and_told_with_its_spread(
     assert run(capsys, SMALL, *given)[1] in out
     assert len(lines) == 9
     assert "has flags" in run(capsys, SMALL, *given, "--steps", "9")[2]
+
+
+def test_a_column_may_be_the_first_step_that_reaches_a_value():
+    logged = {"eval/accuracy": Series(np.array([2, 4, 6]), np.array([0.5, 0.9, 0.8]))}
+    for field, wanted in ((" >= 0.9", 4), (" >= 0.5", 2), (" >= 0.95", np.inf), ("", 0.8)):
+        assert sweep._number(logged, f"eval/accuracy{field}") == wanted
 
 
 def test_settings_in_turn_are_measured_as_compare_does(tmp_path, capsys):

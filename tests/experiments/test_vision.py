@@ -37,6 +37,16 @@ def test_statistics_are_part_of_the_state_and_learned(tmp_path):
     assert float(abs(variance - 1).max()) > 0.1
 
 
+def test_with_group_norm_an_image_knows_nothing_of_others():
+    made = build(Config(norm="group", channels=(4,), global_batch=4))
+    assert not made.task.has_model_state
+    params, rng = made.task.init_fn(jax.random.key(0)), np.random.default_rng(0)
+    batch = {n: rng.random(x.shape).astype(x.dtype) for n, x in made.data.batch.items()}
+    loss = lambda rows: made.task.loss_fn(params, {n: x[rows] for n, x in batch.items()}, None)  # noqa: E731
+    parts = loss(slice(0, 1)).total + loss(slice(1, 4)).total
+    np.testing.assert_allclose(parts, loss(slice(0, 4)).total, rtol=1e-6)
+
+
 def test_a_picture_says_what_held_out_images_are_taken_for():
     images = load(Config())
     one_more = lambda state, batch: jax.nn.one_hot((batch["label"] + state) % 10, 10)  # noqa: E731

@@ -222,6 +222,19 @@ def test_what_is_nested_by_the_thousand_is_refused_in_a_sentence(tmp_path):
         hf.read_config(tmp_path)
 
 
+@pytest.mark.slow
+def test_dynamic_positions_are_refused_and_none_up_to_the_length_of_the_model():
+    transformers = models.transformers()
+    fields = {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 4.0}
+    theirs = {"model_type": "llama"} | models.SIZES | {"rope_parameters": fields}
+    with pytest.raises(ValueError, match="up to max_position_embeddings 'default' is the same"):
+        family_of(theirs).config(theirs)
+    config = transformers.LlamaConfig(**models.SIZES | {"rope_parameters": fields})
+    found = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
+    head = config.hidden_size // config.num_attention_heads
+    np.testing.assert_allclose(found.numpy(), rotary_frequencies(head, theta=1e3), rtol=1e-6)
+
+
 def test_of_two_names_of_a_rope_type_the_newer_counts():
     llama3 = dict(zip(_LLAMA3, (8.0, 1.0, 4.0, 8192), strict=True))
     theirs = json.loads(PUBLISHED["llama-7b"])

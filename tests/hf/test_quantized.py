@@ -199,7 +199,9 @@ def test_a_format_is_read_as_it_is_defined(name, tmp_path):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"quant_method": "fp8"}, "quant_method='fp8', which is not read: only 'bitsandbytes'"),
+        ({"quant_method": "eetq"}, "quant_method='eetq', which is not read: only 'bitsandbytes'"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "weight_block_size=None, which is"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2', which is not read: only 'e4m3'"),
         ({"quant_method": "gptq", "bits": 5}, "bits=5, which is not read: only 2, 3, 4, 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv', which is not"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format='float-quan"),

@@ -11,7 +11,8 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import build
-from jaxtrain.methods.local_updates import RATES, Local, local_updates
+from jaxtrain.methods.local_updates import Local, local_updates
+from jaxtrain.methods.meeting import RATES
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
 from jaxtrain.planning.ahead_of_time import explain

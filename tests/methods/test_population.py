@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +15,14 @@ from experiments import gpt
 from jaxtrain import build, cli, hf
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.low_rank import LoRA, Strengths
-from jaxtrain.methods.population import Member, Population, follow, populate
+from jaxtrain.methods.population import (
+    Member,
+    Population,
+    exploit,
+    follow,
+    lineage,
+    populate,
+)
 from jaxtrain.models import decoder
 from jaxtrain.run import trained
 from jaxtrain.run.main import main, parse
@@ -177,6 +186,115 @@ def test_a_member_that_diverges_is_alone_in_it():
             np.testing.assert_array_equal(x[number], named_leaves(members.params)[name][number])
 
 
+NUMBERS = ("learning_rate", "weight_decay")
+
+
+@functools.cache
+def bred(every=2, axes=()):
+    """Eight nets with dropout, whose best quarter is copied every two steps: a program of all, and
+    one of any of them alone."""
+    x = np.random.default_rng(1).normal(size=(16, 8)).astype("f")
+    batch = {"x": x, "y": np.sin(x.sum(1))}
+
+    def init_fn(rng):
+        return {"a": jax.random.normal(rng, (8, 16)) / 3, "b": jnp.zeros(16)}
+
+    def loss_fn(params, batch, rng):
+        hidden_BH = jnp.tanh(batch["x"] @ params["a"])
+        hidden_BH *= jax.random.bernoulli(rng, 0.9, hidden_BH.shape)
+        return jnp.square(hidden_BH @ params["b"] - batch["y"]).mean()
+
+    def make(stack, learning_rate=0.5, weight_decay=0.0):
+        return jt.make_optimizer("adamw", learning_rate, weight_decay=weight_decay)
+
+    own = {"init_fn": init_fn, "loss_fn": loss_fn, "batch": batch, "train_batches": None}
+    one = jt.Experiment.of(name="net", steps=9, seed=3, optimizer=follow(make), **own)
+    members = [
+        Member(init_fn, i, dict(zip(NUMBERS, (rate, 0.1), strict=True)))
+        for i, rate in enumerate(np.geomspace(1e-4, 3, 8))
+    ]
+    whole = populate(one, members, exploit_every=every)
+    whole = whole.with_(**problems.with_layout({"mesh": dict(axes)}))
+    made = (whole, populate(one, members[:1]))
+    mesh = build.make_experiment_mesh(whole, jax.devices()[: int(np.prod([n for _, n in axes]))])
+    meshes = (mesh, build.make_experiment_mesh(one, jax.devices()[:1]))
+    states = [*map(build.make_state, made, meshes)]
+    return batch, states, [*map(build.compile_train, made, states, meshes)]
+
+
+def taken(state, train, batch, steps):
+    """The state after so many steps, and the metrics of each."""
+    state, told = jax.tree.map(lambda x: x.copy(), state), []
+    for _ in range(steps):
+        state, metrics = train(state, batch)
+        told.append(jax.device_get(metrics))
+    return state, told
+
+
+def test_a_members_lineage_trained_alone_ends_in_the_same_bits():
+    batch, states, (train, alone) = bred()
+    state, told = taken(states[0], train, batch, 9)
+    # Before steps 3, 5, 7 and 9 the best two are copied over the worst two.
+    parents = [told[i]["members/parent"] for i in (2, 4, 6, 8)]
+    for number, parent_P in enumerate(parents):
+        losses = sum(told[i]["members/loss"] for i in (2 * number, 2 * number + 1))
+        order, wanted = np.argsort(losses, kind="stable"), np.arange(8)
+        wanted[order[-2:]] = order[:2]
+        assert parent_P.tolist() == wanted.tolist()
+    start, end, moved = states[0].method["members"], state.method["members"], 0
+    for member in range(8):
+        line = lineage(parents, member)
+        moved += len(set(line)) > 2
+        solo = jax.tree.map(lambda x: x[line[0]][None], start)  # noqa: B023
+        for i in range(9):
+            place = slice(line[i // 2], line[i // 2] + 1)
+            numbers = {n: told[i][f"members/optimizer.{n}"][place] for n in NUMBERS}
+            solo = dataclasses.replace(solo, rng=start.rng[place])
+            whole = dataclasses.replace(states[1], method={"members": solo, "numbers": numbers})
+            solo = alone(jax.tree.map(jnp.copy, whole), batch)[0].method["members"]
+        for part in ("params", "opt_state", "step"):
+            ours, theirs = getattr(end, part), getattr(solo, part)
+            for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+                np.testing.assert_array_equal(x[member], y[0])
+    assert moved
+
+
+def test_copies_keep_their_keys_and_what_is_not_finite_is_not_copied():
+    _, states, _ = bred()
+    kept = states[0].method | {"losses": jnp.array([3.0, np.nan, 1, 2, np.inf, 5, 6, np.nan])}
+    found = jax.jit(exploit)(kept, jax.random.key(0))
+    assert found["parent"].tolist() == [0, 1, 2, 3, 2, 5, 6, 3]
+    for name, x in kept["numbers"].items():
+        factors = found["numbers"][name] / x[found["parent"]]
+        copies = np.isclose(factors[np.array([4, 7])][:, None], (0.8, 1.25), rtol=1e-6)
+        assert copies.any(1).all()
+        assert (np.delete(factors, [4, 7]) == 1).all()
+    keys = jax.random.key_data(found["members"].rng)
+    assert (keys == jax.random.key_data(kept["members"].rng)).all()
+    none = jax.jit(exploit)(kept | {"losses": jnp.full(8, np.nan)}, jax.random.key(0))
+    assert none["parent"].tolist() == list(range(8))
+    with pytest.raises(ValueError, match="exploit_every` is 2 and there is 1 member"):
+        populate(experiment(), [Member(None, 0, {})], exploit_every=2)
+
+
+@pytest.mark.slow
+def test_members_are_copied_the_same_over_a_mesh():
+    batch, states, (train, _) = bred()
+    alone, told = taken(states[0], train, batch, 5)
+    _, states, (train, _) = bred(axes=(("data", 2),))
+    spread, found = taken(states[0], train, batch, 5)
+    assert [x["members/parent"].tolist() for x in found] == [
+        x["members/parent"].tolist() for x in told
+    ]
+    for (name, x), y in zip(
+        named_leaves(spread.method["members"].params).items(),
+        jax.tree.leaves(alone.method["members"].params),
+        strict=True,
+    ):
+        assert x.sharding.spec[0] == "data", name
+        np.testing.assert_array_equal(x, y)
+
+
 def test_the_base_is_there_once():
     _, state, train = program()
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))  # noqa: E731
@@ -251,6 +369,42 @@ def test_a_run_resumes_says_which_is_best_and_exports_each(tmp_path, capsys):
     ):
         with pytest.raises(ValueError, match=message):
             gpt.outline(parse(gpt.Config, [*flags, "--population.vary", *given]))
+
+
+@pytest.mark.slow
+def test_a_run_whose_members_are_copied_resumes_in_the_same_bits(tmp_path, capsys):
+    flags = ["--data", "jaxtrain/compare", "--held-out-bytes", "2000", "--global-batch", "8"]
+    flags += [
+        "--layers",
+        "1",
+        "--width",
+        "16",
+        "--heads",
+        "2",
+        "--seq-len",
+        "16",
+        "--log-every",
+        "2",
+    ]
+    flags += ["--optimizer.name", "adamw", "--optimizer.warmup-steps", "1", "--sample-tokens", "0"]
+    flags += ["--optimizer.schedule", "constant", "--population.exploit-every", "2"]
+    flags += ["--population.vary", "optimizer.learning_rate=log:1e-4:1e-1:4"]
+    run, again = str(tmp_path / "run"), str(tmp_path / "again")
+    main(gpt.Config, gpt.build, [*flags, "--steps", "8", "--run-dir", run])
+    said = capsys.readouterr().out
+    assert re.search(r"lineage +The best is member \d, which was trained in steps 1 to ", said)
+    assert "optimizer.learning_rate at first" in said
+    main(gpt.Config, gpt.build, [*flags, "--steps", "5", "--run-dir", again])
+    main(gpt.Config, gpt.build, [*flags, "--steps", "8", "--run-dir", again, "--resume"])
+    for number in range(4):
+        found, other = (trained.load(folder, member=number)[1] for folder in (run, again))
+        jax.tree.map(np.testing.assert_array_equal, found, other)
+    for more, message in (
+        (["--log-every", "3"], "--population.exploit-every is 2 and --log-every 3"),
+        (["--population.vary", "optimizer.b1=0.8,0.9"], "has optimizer.b1, which no factor may"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gpt.outline(parse(gpt.Config, [*flags, *more]))
 
 
 @pytest.mark.slow

@@ -4,11 +4,15 @@ import functools
 import json
 import shutil
 
+import jax
+import numpy as np
 import pytest
 
 import jaxtrain as jt
 from experiments import gpt
+from jaxtrain.build import make_abstract_state, make_experiment_mesh
 from jaxtrain.layout import Effect
+from jaxtrain.run.main import parse
 
 FLAGS = "--layers 4 --width 16 --heads 2 --seq-len 16 --steps 4 --global-batch 32 --log-every 1"
 FLAGS += " --held-out-bytes 2000 --sample-tokens 0 --save-every 2 --keep 9 --optimizer.schedule"
@@ -71,7 +75,7 @@ def last(folder):
 
 
 def test_every_field_that_has_a_flag_is_changed():
-    alone = {"mesh.expert"}  # which is of other models
+    alone = {"mesh.expert"}  # which is of other models: the last test
     assert CHANGED.keys() | alone == jt.Layout().values().keys()
 
 
@@ -91,3 +95,36 @@ def test_a_run_goes_on_with_another_value(field, begun, tmp_path, capsys):
     rows = [x for x in capsys.readouterr().out.splitlines() if x.endswith(meant.value)]
     assert field.replace("_", "-") in [row.split()[0] for row in rows]
     assert last(tmp_path / "run") == pytest.approx(last(whole), rel=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("data=4,expert=2", "context=2,expert=4"),
+        ("data=2,context=2,expert=2", "context=4,expert=2,exchange=ring"),
+    ],
+)
+def test_a_mixture_of_experts_goes_on_with_other_degrees(before, after, texts, tmp_path):
+    """Its parameters and moments end as those of the run that was not stopped."""
+    flags = [*FLAGS.split(), "--model", "tiny-moe", "--layers", "2", "--data", str(texts)]
+    states = []
+    for name, layout in (("whole", before), ("stopped", after)):
+        run = ["--run-dir", str(tmp_path / name)]
+        if name == "stopped":
+            shutil.copytree(tmp_path / "whole", tmp_path / name)
+            shutil.rmtree(tmp_path / name / "checkpoints/4")
+            changed = jt.Layout.parse(layout).flags(jt.Layout.parse(before))
+            jt.main(gpt.Config, gpt.build, [*run, "--resume", *changed])
+        else:
+            jt.main(gpt.Config, gpt.build, [*flags, *run, *jt.Layout.parse(layout).flags()])
+        given = [*flags, *run, *jt.Layout.parse(layout).flags()]
+        experiment = gpt.build(parse(gpt.Config, given))
+        abstract = make_abstract_state(experiment, make_experiment_mesh(experiment))
+        with jt.Checkpointer(tmp_path / name / "checkpoints") as checkpoints:
+            state = checkpoints.restore(abstract, step=4)
+        states.append(jax.device_get((state.params, state.opt_state)))
+    for wanted, found in zip(*map(jax.tree.leaves, states), strict=True):
+        wanted, found = np.asarray(wanted, np.float64), np.asarray(found, np.float64)
+        assert np.linalg.norm(found - wanted) <= 1e-5 * np.linalg.norm(wanted)
+    assert last(tmp_path / "stopped") == pytest.approx(last(tmp_path / "whole"), rel=1e-5)

@@ -136,7 +136,7 @@ def check_shares(texts, folder, processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["context", "expert"])
 def test_processes_that_split_rows_or_experts_train_what_one_does(axis, texts, alone, tmp_path):
-    """Of rows that they split, each process reads its own places."""
+    """Of rows that they split, held-out ones too, each process reads its own places."""
     more = ["--model", "tiny-moe"] if axis == "expert" else []
     if more:
         alone, flags = tmp_path / "alone", flags_of(texts, tmp_path / "alone", *more)
@@ -148,11 +148,12 @@ def test_processes_that_split_rows_or_experts_train_what_one_does(axis, texts, a
     check_same(run, alone, texts, *more)
     for process in range(2):
         of_train = json.loads((tmp_path / f"places-{process}.json").read_text())
-        first, *places = max(of_train.values(), key=len)
-        assert first == [0, 32]  # which tells the shapes
-        half = [16 * process, 16 * process + 16]
-        assert set(map(tuple, places)) == {tuple(half if axis == "context" else first)}
-        assert len(places) >= STEPS * (ROWS if axis == "context" else ROWS // 2)
+        half = [16 * process, 16 * process + 16] if axis == "context" else [0, 32]
+        for first, *places in of_train.values():  # the held-out rows are read in two passes or less
+            assert first == [0, 32]  # which tells the shapes
+            assert set(map(tuple, places)) >= {tuple(half)}
+            assert axis != "context" or places.count(first) < 3
+        assert max(map(len, of_train.values())) > STEPS * (ROWS if axis == "context" else ROWS // 2)
 
 
 def test_what_cannot_be_is_said_by_all_processes_and_waits_for_none(texts, alone):

@@ -2,7 +2,9 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 
+from jaxtrain.study import laws
 from jaxtrain.study.laws import Law, best_use, draws, fit, interval
 
 CHINCHILLA = Law(1.69, 406.4, 0.34, 410.7, 0.28)
@@ -17,16 +19,38 @@ def test_constants_of_runs_without_noise_come_back(truth):
     assert np.abs(left).max() < 1e-9
 
 
+# Four sizes with three budgets, of which the next larger is to be told: what `jaxtrain ladder` has.
+SIZES = np.array([24_704, 55_488, 98_560, 221_568.0])
+RUNGS = np.tile(SIZES, 3), np.repeat([1e11, 2e11, 4e11], 4) / np.tile(6 * SIZES, 3)
+
+
 @pytest.mark.slow
-def test_nine_of_ten_intervals_hold_the_loss_of_a_run_far_ahead():
-    far, inside = (1e10, 2e11), 0
-    for i in range(10):
-        noise = np.exp(0.003 * np.random.default_rng(i).standard_normal(len(N) + 1))
-        laws, spread = draws(N, D, CHINCHILLA.loss(N, D) * noise[:-1], count=40, seed=i)
-        low, high = interval(laws, lambda law: law.loss(*far), noise=spread)
-        inside += low <= CHINCHILLA.loss(*far) * noise[-1] <= high
-        assert 0.001 < spread < 0.01
-    assert inside >= 8
+@pytest.mark.parametrize(
+    ("truth", "runs", "far", "noise", "count"),
+    [
+        (CHINCHILLA, (N, D), (1e10, 2e11), 0.003, 10),
+        (Law(1.0, 20.0, 0.35, 60.0, 0.4), RUNGS, (884_736, 3.8e5), 0.01, 40),
+    ],
+)
+def test_nine_of_ten_intervals_hold_the_loss_of_a_run_far_ahead(truth, runs, far, noise, count):
+    inside = 0
+    for i in range(count):
+        factors = np.exp(noise * np.random.default_rng(i).standard_normal(len(runs[0]) + 1))
+        found, spreads = draws(*runs, truth.loss(*runs) * factors[:-1], count=40, seed=i)
+        low, high = interval(found, lambda law: law.loss(*far), noise=spreads)
+        inside += low <= truth.loss(*far) * factors[-1] <= high
+        assert noise / 3 < np.median(spreads) < noise * 3
+    assert inside >= round(0.85 * count) - (count < 20)
+
+
+def test_where_the_law_is_known_the_interval_of_a_run_is_students(monkeypatch):
+    left_R = 0.01 * np.tile([1, -1], 6)
+    monkeypatch.setattr(laws, "fit", lambda *runs, quick=False: (CHINCHILLA, left_R))
+    found, spreads = draws(*RUNGS, CHINCHILLA.loss(*RUNGS), count=30_000)
+    low, high = interval(found, lambda law: 2.0, noise=spreads)
+    # 12 runs and 5 constants: 7 degrees of freedom.
+    wanted = 2 * scipy.stats.t.ppf(0.95, 7) * 0.01 * np.sqrt(12 / 7)
+    np.testing.assert_allclose((2 - low, high - 2), wanted, rtol=0.03)
 
 
 def test_a_budget_is_used_best_where_the_formula_says():

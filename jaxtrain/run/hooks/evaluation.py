@@ -9,14 +9,20 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxtrain.build import build_evaluation, compile_eval, evaluate, natural, rows_of
+from jaxtrain.build import (
+    build_evaluation,
+    compile_eval,
+    evaluate,
+    natural,
+    rows_of,
+    stream_shardings,
+)
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
 from jaxtrain.optim import averaged, reports
 from jaxtrain.planning.estimate import trace_step
 from jaxtrain.run.context import Run
 from jaxtrain.run.hook import Hook, Value, as_value
-from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
 
@@ -53,7 +59,7 @@ class Evaluation(Hook):
         means, numbers = {}, itertools.count()
         with run.journal.ledger.phase("evaluation"):
             for prefix, opened in sets.items():
-                batches = opened(batch_sharding(run.mesh))
+                batches = opened(stream_shardings(self.experiment, run.mesh))
                 first, batches = _peek(prefix, self._watched(step, after, batches, numbers))
                 found = evaluate(self._step_for(state, rows_of(first)), state, batches)
                 found = {name: as_value(x) for name, x in found.items()}
@@ -104,7 +110,7 @@ def check_best_metric(experiment: Experiment, state: TrainState, mesh: Mesh) -> 
     the state, shapes with shardings suffice."""
     metadata, prefix = experiment.metadata, experiment.deciding_set
     opened = experiment.data.eval_sets[prefix]
-    batch = rows_of(_peek(prefix, iter(opened(batch_sharding(mesh))))[0])
+    batch = rows_of(_peek(prefix, iter(opened(stream_shardings(experiment, mesh))))[0])
     step, shapes = build_evaluation(experiment, batch, mesh), {}
 
     def means(state: TrainState, batch: PyTree) -> None:

@@ -40,6 +40,7 @@ def header_facts(
     on_host = f"; {memory.human_bytes(away)} of its optimizer state on the host" if away else ""
     return {
         **experiment.metadata.facts,
+        **({"privacy": data.guarantee} if data.guarantee else {}),
         "parameters": f"{parameters:,}",
         "step": f"{data.items_per_step:,} {data.item}{accumulate}",
         "steps": f"{left:,} ({left * data.items_per_step:,} {data.item}){resumed}"
@@ -110,6 +111,7 @@ def print_conclusion(
     if (conclude := experiment.metadata.conclude) is not None:
         lines += [*conclude(natural(experiment, state), evaluation), ""]
         journal.event(CONCLUSION, lines=lines[:-1])
+    lines += [experiment.data.guarantee, ""] if experiment.data.guarantee else []
     journal.beat()
     if jax.process_index() == 0:
         lines += [*since_start(run_dir, evaluation), *leave_report(run_dir)]

@@ -150,7 +150,7 @@ def make_diverged(
     may be some finite steps further on, so that what is found is of those parameters (``jaxtrain
     replay`` has the very ones).
     """
-    with experiment.data.train_batches(step - 1, batch_sharding(mesh)) as batches:
+    with experiment.train_batches(step - 1, batch_sharding(mesh)) as batches:
         batch = next(batches)
     before = dataclasses.replace(state, step=jnp.full_like(state.step, step - 1))
     cause = diagnose(experiment, mesh, before, batch).first_not_finite()

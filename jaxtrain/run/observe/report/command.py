@@ -12,7 +12,7 @@ from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, write_whole
 from jaxtrain.run.folder import PICTURE, REPORT
 from jaxtrain.run.observe.goodput import spent
-from jaxtrain.run.observe.report import rates
+from jaxtrain.run.observe.report import lineage, rates
 from jaxtrain.run.observe.report.convergence import diagnose
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.picture import save_png
@@ -77,6 +77,7 @@ def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
         lines.append(f"report       {path}")
         tests = rates.found(records[0])
         lines += [f"rates        {test.text}" for test in tests]
+        lines += [f"lineage      {text}" for text in lineage.found(records[0])]
         lines += [f"diagnosis    {each}" for each in diagnose(records[0])]
         if found := spent(records[0].attempts):
             told = (f"{name} {significant(value, 3):,}" for name, value in found.items())

@@ -15,7 +15,7 @@ from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.run.observe import journal
 from jaxtrain.run.observe.goodput import account, spent
 from jaxtrain.run.observe.metric import MACHINE, Metric
-from jaxtrain.run.observe.report import heat, landscapes, rates
+from jaxtrain.run.observe.report import heat, landscapes, lineage, rates
 from jaxtrain.run.observe.report.flame import traced
 from jaxtrain.run.observe.report.health import Finding, duration, examine, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
@@ -75,6 +75,7 @@ def _template() -> str:
 def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[str, Any]:
     findings = examine(record, now=now)
     findings += [Finding("good", test.text) for test in rates.found(record)]
+    findings += [Finding("good", text) for text in lineage.found(record)]
     series = {
         name: _packed(each, buckets, shared)
         for name, each in record.series.items()

@@ -81,6 +81,8 @@ class RangeTest(NamedTuple):
 def found(record: Record) -> list[RangeTest]:
     """Returns the test of a run whose members differ in the learning rate, and in seeds at most,
     over which losses are means; none of any other run."""
+    if record.config.get("population.exploit_every"):  # whose rates change
+        return []
     try:
         given = {"size": record.config["population.size"], "vary": record.config["population.vary"]}
         members = Population(**given).members()

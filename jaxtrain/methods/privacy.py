@@ -1,0 +1,153 @@
+"""Differentially private training: its flags, what they do to an experiment, and its epsilon.
+
+The guarantee is of the parameters after every step, together, for data sets that differ by one row.
+It is accounted for by privacy loss distributions (Google's dp-accounting) of Gaussian noise on a
+sum over rows that are drawn with probability q in every step; with noise that is correlated over b
+steps, with probability q b in a b-th of the steps (Choquette-Choo et al. 2023,
+https://arxiv.org/abs/2306.08153).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from jaxtrain.engines.private import MEND, private
+from jaxtrain.host import extras
+from jaxtrain.methods.method import Method
+
+# Privacy losses are rounded up to multiples of it.
+_INTERVAL = 2e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Private:
+    """Differentially private training (DP-SGD; with bands, DP-FTRL)."""
+
+    noise: float | None = None
+    """Standard deviation of the noise on a step's sum of gradients, in units of private.clip; left
+    out, training is not private."""
+    epsilon: float | None = None
+    """Epsilon after the last step, for which the noise is solved, in place of private.noise."""
+    delta: float = 1e-5
+    """Delta of the guarantee, at most 1 over the number of training rows."""
+    clip: float = 1.0
+    """Largest norm of the gradient of an example, which is a row; inf clips none."""
+    bands: int = 1
+    """Number of steps over which noise is correlated and within which no row is drawn twice
+    (DP-FTRL); 1 draws it anew in every step (DP-SGD)."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether training is private."""
+        return self.noise is not None or self.epsilon is not None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = f"private.{field.name}", getattr(self, field.name)
+            if value is not None and not (value > 0 or (value == 0 and field.name == "noise")):
+                raise ValueError(f"`{name}` is {value}: give a number above 0")
+            if value != field.default and (
+                not self.is_on or None not in (self.noise, self.epsilon)
+            ):
+                raise ValueError(
+                    f"`{name}` is {value}, and either `private.noise` or `private.epsilon` says "
+                    "how much noise there is: give one of them"
+                )
+
+
+@functools.cache
+def _loss_of_a_step(rate: float, noise: float) -> Any:
+    name = "dp_accounting.pld.privacy_loss_distribution"
+    package = extras.load("epsilon is computed by dp-accounting", "private", name)
+    made = package.pld.privacy_loss_distribution.from_gaussian_mechanism
+    return made(noise, sampling_prob=rate, value_discretization_interval=_INTERVAL)
+
+
+def epsilon_after(
+    steps: int, *, rate: float, noise: float, delta: float = 1e-5, bands: int = 1
+) -> float:
+    """Returns epsilon of so many steps, an upper bound.
+
+    Args:
+      steps: at least 0.
+      rate: share of all rows that a step draws on average.
+      noise: in units of the clip; without any, epsilon is infinite.
+      delta, bands: as for :class:`Private`.
+
+    Raises:
+      ImportError: the extra ``private`` is not installed.
+    """
+    if steps == 0 or noise == 0:
+        return math.inf if steps else 0.0
+    one = _loss_of_a_step(rate * bands, noise)
+    return one.self_compose(-(-steps // bands)).get_epsilon_for_delta(delta)
+
+
+def noise_for(epsilon: float, steps: int, **given: Any) -> float:
+    """Returns the least noise, to 1e-3 of it, with which ``steps`` steps have at most ``epsilon``;
+    ``given`` are ``rate``, ``delta`` and ``bands`` of :func:`epsilon_after`."""
+    enough = lambda noise: epsilon_after(steps, noise=noise, **given) <= epsilon  # noqa: E731
+    high = 1.0
+    while not enough(high):
+        high *= 2
+    while enough(high / 2):
+        high /= 2
+    low = high / 2
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def private_fields(given: Private, *, rows: int, examples: int, steps: int) -> dict[str, Any]:
+    """Returns the fields of a private :class:`jaxtrain.Experiment`: its engine, its epsilon in the
+    logs (``privacy/epsilon``) and the guarantee.
+
+    Args:
+      given: the flags, with noise or epsilon.
+      rows: of the training data, which :class:`jaxtrain.data.PoissonBatches` draws from.
+      examples: the number of rows that a step draws on average.
+      steps: of the run.
+
+    Raises:
+      ValueError: delta is too large.
+      ImportError: the extra ``private`` is not installed.
+    """
+    if given.delta * rows > 1:
+        raise ValueError(
+            f"`private.delta` is {given.delta} and there are {rows:,} rows: to publish one of them "
+            "would be private; give at most 1 over their number"
+        )
+    known = {"rate": examples / rows, "delta": given.delta, "bands": given.bands}
+    noise = noise_for(given.epsilon, steps, **known) if given.noise is None else given.noise
+    after = functools.partial(epsilon_after, noise=noise, **known)
+    told = f"epsilon {after(steps):.3f} at delta {given.delta:g} after {steps:,} steps, for a row "
+    told += f"more or less of {rows:,}, {examples} of which a step draws; clip {given.clip:g}, "
+    told += f"noise {noise:.4g}; void to those who know the seed"
+    engine = private(given.clip, noise, examples, bands=given.bands)
+    return {
+        "engine": dataclasses.replace(engine, check=check_private),
+        "counts": lambda step: {"privacy/epsilon": after(step)},
+        "guarantee": told,
+    }
+
+
+def check_private(experiment: Any) -> None:
+    """Raises ValueError where an experiment would break the guarantee of its gradients."""
+    broken = {
+        f"model state (BatchNorm), which is of several examples; {MEND}": (
+            experiment.task.has_model_state
+        ),
+        f"a loss scale, which leaves out steps as their examples have it; {MEND}": (
+            experiment.policy.loss_scale is not None
+        ),
+        "a method around its steps, which alone are accounted for; leave it out": (
+            experiment.method != Method()
+        ),
+        "`gather` 'layer', where gradients of examples need whole weights; leave it out": (
+            experiment.layout.gather == "layer"
+        ),
+    }
+    for why in (why for why, holds in broken.items() if holds):
+        raise ValueError(f"training is private and experiment {experiment.name!r} has {why}")
