@@ -419,7 +419,8 @@ def _changes() -> Iterator[Capability]:
     yield own("rounded gradients, neutral", change=same, called="engine")
     yield own("a method", change=lambda e: e.with_(method=method), called="method")
     thin = compressed(Compress("powersgd", rank=2, parts=2))
-    names = {"called": "compress|engine", "tolerance": 1e-4}
+    # Errors are small differences of gradients.
+    names = {"called": "compress|engine", "tolerance": 5e-4}
     yield own("compressed gradients", change=lambda e: e.with_(engine=thin), **names)
     local = Local(replicas=2, every=2, outer="nesterov", fragments=2)
     # The outer momentum is of small differences of parameters.
