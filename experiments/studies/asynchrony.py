@@ -17,11 +17,12 @@ def conclude(rows: Rows) -> str:
 
 
 STUDY = Study(
-    flags=f"{SMALL} --layers 2 --width 64 --heads 2 --steps 600 --optimizer.name adamw",
+    flags=f"{SMALL} --layers 2 --width 64 --heads 2 --steps 300 --optimizer.name adamw",
     settings={
         SYNCHRONOUS: f"{WORKERS} --workers.backup 0",
         "without the slowest": f"{WORKERS} --workers.backup 1",
         "asynchronous": WORKERS,
+        "asynchronous, a third of the rate": f"{WORKERS} --optimizer.learning-rate 0.001",
         "asynchronous, tempered": f"{WORKERS} --workers.temper 0.5",
         "asynchronous, at most 4 late": "--workers.seconds 1 1 1 4 --workers.late 4",
         "asynchronous, at most 2 ahead": f"{WORKERS} --workers.bound 2",
