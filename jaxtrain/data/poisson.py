@@ -52,8 +52,8 @@ class PoissonBatches(Batches):
         while inner is not None:  # a Mixture has windows, and mixes sources
             if getattr(inner, "mixup", 0) or hasattr(inner, "windows"):
                 raise ValueError(
-                    f"rows of {type(inner).__name__} are mixed, and private training draws each "
-                    "by itself, as one example: use one source, without mixup"
+                    f"the data mix rows ({type(inner).__name__}), and private training draws each "
+                    "row by itself, as one example: use one source, without mixup"
                 )
             inner = getattr(inner, "source", None)
         part = math.ceil(len(source) / bands)
