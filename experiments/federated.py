@@ -25,6 +25,7 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language, vision
 from jaxtrain import data
+from jaxtrain.host.least import check_least
 from jaxtrain.methods.federated import Federated, federated
 from jaxtrain.models import decoder, layers
 from jaxtrain.run import options
@@ -67,6 +68,14 @@ def build(config: Config) -> jt.Experiment:
             "a schedule with it; give constant and 0"
         )
     images = config.data == "digits" or config.data.endswith(".npz")
+    own = config.optimizer
+    for name, void in (("accumulate", 1), ("skip_spikes", None), ("plateau_factor", None)):
+        if (value := getattr(own, name)) != void:
+            raise ValueError(
+                f"`optimizer.{name}` is {value}: a client's optimizer begins anew in each round, "
+                "and remembers no step before; leave it out"
+            )
+    check_least(config, client_rows=1)
     rows, held_out, labels_N, fields = (of_images if images else of_text)(config)
     how = config.federated
     given = {"clients": how.clients, "seed": config.seed, "alpha": how.alpha}

@@ -3,7 +3,8 @@
 from experiments.studies.sweep import SMALL, Rows, Study, apart, mean
 
 LOSS, SECONDS, SYNCHRONOUS = "held-out loss", "simulated seconds", "synchronous"
-WORKERS = "--workers.seconds 1 1 1 4 --workers.late 32"
+WORKERS = "--workers.seconds 1 1 1 4"
+LATE = f"{WORKERS} --workers.late 32"
 
 
 def conclude(rows: Rows) -> str:
@@ -21,11 +22,11 @@ STUDY = Study(
     settings={
         SYNCHRONOUS: f"{WORKERS} --workers.backup 0",
         "without the slowest": f"{WORKERS} --workers.backup 1",
-        "asynchronous": WORKERS,
-        "asynchronous, a third of the rate": f"{WORKERS} --optimizer.learning-rate 0.001",
-        "asynchronous, tempered": f"{WORKERS} --workers.temper 0.5",
-        "asynchronous, at most 4 late": "--workers.seconds 1 1 1 4 --workers.late 4",
-        "asynchronous, at most 2 ahead": f"{WORKERS} --workers.bound 2",
+        "asynchronous": LATE,
+        "asynchronous, a third of the rate": f"{LATE} --optimizer.learning-rate 0.001",
+        "asynchronous, tempered": f"{LATE} --workers.temper 0.5",
+        "asynchronous, at most 4 late": f"{WORKERS} --workers.late 4",
+        "asynchronous, at most 2 ahead": f"{LATE} --workers.bound 2",
     },
     shown={LOSS: "eval/loss", SECONDS: "train/seconds", "delay": "train/delay"},
     conclude=conclude,

@@ -35,6 +35,7 @@ from jaxtrain.engines.plain import Engine, GradientEngine, run_engine
 from jaxtrain.host.least import check_least
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.optim import frozen
+from jaxtrain.optim.accumulation import accumulates
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree, combine, named_leaves, partition
 
@@ -61,8 +62,8 @@ class Workers:
     """Number of the slowest workers that each synchronous round does without (backup workers), 0 to
     wait for all; left out, workers are asynchronous."""
     bound: int | None = None
-    """Gradients that a worker may be ahead of the slowest, before it waits for it (bounded
-    staleness); left out, none waits."""
+    """Gradients by which a worker may lead the slowest and still begin another (bounded staleness);
+    left out, none waits."""
     late: int = 16
     """Updates by which a gradient may be late; one that is later is thrown away. The step keeps as
     many versions of the parameters, and one more."""
@@ -76,6 +77,8 @@ class Workers:
 
     def __post_init__(self) -> None:
         check_least(self, backup=0, bound=0, late=0, jitter=0, temper=0)
+        if max(self.jitter, self.temper) == math.inf:
+            raise ValueError("`workers.jitter` and `workers.temper` are finite: give smaller ones")
         if bad := [s for s in self.seconds if not 0 < s < math.inf]:
             raise ValueError(f"`workers.seconds` has {bad[0]}: give numbers above 0")
         if self.seconds and self.events:
@@ -89,11 +92,18 @@ class Workers:
             raise ValueError(
                 f"`workers.{name}` is {value} and there are no workers: give `workers.seconds` too"
             )
+        names = {f.name for f in typed}
+        if self.events and (void := sorted(names & {"backup", "bound", "jitter"})):
+            raise ValueError(
+                f"`workers.{void[0]}` is {getattr(self, void[0])} and `workers.events` is given, "
+                "which says what real workers did: leave one of them out"
+            )
         if self.backup is not None:
-            if self.bound is not None:
+            if void := sorted(names & {"bound", "late", "temper"}):
                 raise ValueError(
-                    f"`workers.bound` is {self.bound} and rounds are synchronous (`workers.backup` "
-                    f"is {self.backup}), in which no worker is ahead: leave one of them out"
+                    f"`workers.{void[0]}` is {getattr(self, void[0])} and rounds are synchronous "
+                    f"(`workers.backup` is {self.backup}), in which no worker is ahead and no "
+                    "gradient late: leave one of them out"
                 )
             if self.backup >= len(self.seconds):
                 raise ValueError(
@@ -276,18 +286,26 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
             f"is {workers.late}: give {worst}"
         )
     V = workers.late + 1 if workers.backup is None else 1
+    # A gradient that is thrown away takes its batch with it, and so its key.
+    in_turn = np.array_equal(events.batch_U, np.arange(len(events.batch_U)))
+    is_plain = V == 1 and in_turn
 
     def start(state: TrainState) -> TrainState:
+        if workers.temper and (kept := _of_what_it_made(state.opt_state)):
+            raise ValueError(
+                f"`workers.temper` is {workers.temper:g} and the optimizer {kept}, which knows "
+                "nothing of updates that are made smaller: leave one of them out"
+            )
         own = own_part(state.params, frozen(state.opt_state))
         alike = jax.tree.map(lambda x: jnp.broadcast_to(x, (V, *x.shape)), own)
-        return dataclasses.replace(state, method={"versions": alike} if V > 1 else None)
+        return dataclasses.replace(state, method=None if is_plain else {"versions": alike})
 
     def late_gradients(step: Step) -> Step:
         def update(state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
             delay = jnp.asarray(events.delay_U)[state.step]
             told = {"delay": delay.astype(jnp.float32)}
             told["seconds"] = jnp.float32(events.seconds_U)[state.step]
-            if V == 1:
+            if is_plain:
                 state, metrics = step(state, batch)
                 return state, metrics | told
             rng = jax.random.fold_in(state.rng, jnp.asarray(events.batch_U)[state.step])
@@ -301,20 +319,31 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
 
         return update
 
-    table = hashlib.sha256(json.dumps([x.tolist() for x in events]).encode()).hexdigest()
     method = Method(
         late_gradients,
         start=start,
         batches=lambda stream: in_order(stream, events.batch_U),
         facts={"workers": events.facts},
-        fingerprints={"workers.events": table} if workers.events else {},
+        fingerprints={"workers.events": _fingerprint(workers.events)} if workers.events else {},
     )
     own = {"method": method}
-    if V > 1:
+    if not is_plain:
         own["engine"] = _of_late_parameters(experiment.task.engine)
         if workers.temper:
             own["optimizer"] = _tempered(experiment.optimizer, workers.temper)
     return experiment.with_(**own)
+
+
+def _fingerprint(path: str) -> str:
+    return hashlib.sha256(pathlib.Path(path).read_bytes()).hexdigest()
+
+
+def _of_what_it_made(opt_state: PyTree) -> str | None:
+    """What an optimizer does with its own updates that a factor on them would miss, or None."""
+    names = {part for name in named_leaves(opt_state) for part in name.split("/")}
+    if "ema" in names:
+        return "keeps averages of the parameters"
+    return "makes one update of several gradients" if accumulates(opt_state) else None
 
 
 @contextlib.contextmanager

@@ -176,7 +176,8 @@ def _joined(how: Federated, state: TrainState, params_C: PyTree, weight_C: jax.A
     before = named_leaves(state.params)
 
     def mean(name: str, x: jax.Array) -> jax.Array:
-        moved = (x - before[name]).astype(jnp.float32) * share_C.reshape(C, *[1] * (x.ndim - 1))
+        moved = jnp.clip((x - before[name]).astype(jnp.float32), -how.clip, how.clip)
+        moved *= share_C.reshape(C, *[1] * (x.ndim - 1))
         total = to_integers(moved, clip=how.clip, clients=C).sum(0, dtype=jnp.uint32)
         return before[name] + (to_float(total, clip=how.clip, clients=C) * scale).astype(x.dtype)
 

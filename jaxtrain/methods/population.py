@@ -202,7 +202,7 @@ def populate(
         rest = {"opt_state": (), "loss_scale": None, "memory": None}
         rest["method"] = {"members": own, "numbers": numbers}
         if exploit_every is not None:
-            rest["method"] |= {"losses": jnp.zeros(P), "parent": jnp.arange(P)}
+            rest["method"] |= {"losses": jnp.zeros((P, 2)), "parent": jnp.arange(P)}
         first = combine(at(own.params, 0), state.params)
         return dataclasses.replace(state, params=first, **rest)
 
@@ -232,7 +232,9 @@ def populate(
             losses = metrics["loss"]
             metrics = at(metrics, best) | scalars | {"skipped": metrics["skipped"].min()}
             if exploit_every is not None:
-                kept["losses"] += losses
+                # The loss of a step that is left out, for an overflow of its scale say, is NaN.
+                made = jnp.isfinite(losses)
+                kept["losses"] += jnp.stack([jnp.where(made, losses, 0), made], -1)
                 metrics |= {f"{ALL}{FLAG}{name}": x for name, x in kept["numbers"].items()}
                 metrics[PARENT] = kept["parent"]
             state = dataclasses.replace(
@@ -289,13 +291,13 @@ def exploit(kept: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
     """Copies the best quarter of the members over the worst, and multiplies the copies' numbers by
     0.8 or 1.25.
 
-    Members are in the order of their summed training losses; those whose sum is not finite come
-    last, and are not copied. A member that takes another's parameters, optimizer and model state
+    Members are in the order of their mean training losses; those that have made no step come last,
+    and are not copied. A member that takes another's parameters, optimizer and model state
     keeps its own key: with the same key the two would draw alike.
 
     Args:
-      kept: what a population has in ``TrainState.method``: ``members``, ``numbers``, ``losses`` and
-        ``parent``, leaves [P, ...].
+      kept: what a population has in ``TrainState.method``: ``members``, ``numbers``, ``losses``
+        (sums, and numbers of steps) and ``parent``, leaves [P, ...].
       key: decides which factor a number is multiplied by.
 
     Returns:
@@ -304,10 +306,11 @@ def exploit(kept: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
     """
     own, losses = kept["members"], kept["losses"]
     P = len(losses)
-    count, finite = max(1, P // QUARTER), jnp.isfinite(losses)
-    order = jnp.argsort(jnp.where(finite, losses, jnp.inf), stable=True)
+    count, made = max(1, P // QUARTER), losses[:, 1] > 0
+    means = losses[:, 0] / jnp.where(made, losses[:, 1], 1)
+    order = jnp.argsort(jnp.where(made, means, jnp.inf), stable=True)
     best, worst = order[:count], order[-count:]
-    parent = jnp.arange(P).at[worst].set(jnp.where(finite[best], best, worst))
+    parent = jnp.arange(P).at[worst].set(jnp.where(made[best], best, worst))
     copied = jax.tree.map(lambda x: x[parent], dataclasses.replace(own, rng=None, skipped=None))
     names, (low, high) = sorted(kept["numbers"]), FACTORS
     rises = jax.random.bernoulli(key, shape=(len(names), P))

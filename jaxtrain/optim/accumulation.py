@@ -158,5 +158,10 @@ def updates_made(opt_state: Any) -> jax.Array:
     return sum((n.gradient_step for n in nodes(opt_state, _accumulates)), start=jnp.int32(0))
 
 
+def accumulates(opt_state: Any) -> bool:
+    """Returns whether :func:`accumulate` is in use."""
+    return bool(nodes(opt_state, _accumulates))
+
+
 def _accumulates(node: Any) -> bool:
     return isinstance(node, AccumulationState)

@@ -26,7 +26,7 @@ from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, run_eng
 from jaxtrain.experiment import Experiment
 from jaxtrain.host.extras import load
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import check_on_disk
+from jaxtrain.host.paths import as_path, check_on_disk, exists, write_whole
 from jaxtrain.methods.method import Method
 from jaxtrain.optim import frozen
 from jaxtrain.run.hook import Hook
@@ -107,6 +107,8 @@ class Read:
 
 def gradient_of(experiment: Experiment) -> Any:
     """Returns ``(params, batch, rng, frozen=) -> GradientSums``, compiled, of an experiment."""
+    if (check := experiment.task.engine.check) is not None:
+        check(experiment)
     engine = build_engine(
         experiment.laid.loss_fn,
         policy=experiment.policy,
@@ -165,6 +167,7 @@ class Server(Hook):
             (experiment.task.has_model_state, "model state", "take a model without it"),
             (experiment.policy.loss_scale is not None, "a loss scale", "take --precision bf16"),
             (experiment.task.engine.init is not None, "an engine with a memory", "leave it out"),
+            (experiment.task.engine.finish is not None, "noise of its own", "leave --private out"),
             (experiment.layout.steps_per_call > 1, "several steps per call", "take one"),
             (mesh.size > 1, f"a mesh of {mesh.size} devices", "show this process one device"),
         ):
@@ -183,6 +186,8 @@ class Server(Hook):
             train_batches=self.batches,
             batch=(sums.grads, sums.loss),
             facts=dict(experiment.metadata.facts) | facts,
+            # Neither goes on as the other: batches come in another order.
+            fingerprints=dict(experiment.metadata.fingerprints) | {"gradients": "of workers"},
         )
 
     def on_step(self, step: int, state: TrainState) -> None:
@@ -196,12 +201,17 @@ class Server(Hook):
     @contextlib.contextmanager
     def batches(self, start: int, shardings: PyTree) -> Iterator[Iterator[PyTree]]:
         """Opens the stream of gradients as they arrive, from update ``start`` on."""
-        events = self._log.read_text().splitlines()[:start] if self._log.exists() else []
+        events = self._log.read_text().splitlines()[:start] if exists(self._log) else []
+        if len(events) < start:
+            raise ValueError(
+                f"{self._log} has {len(events)} updates and the checkpoint is of {start}: which "
+                "batches they took is not known; begin a new run"
+            )
+        write_whole(as_path(self._log), "".join(line + "\n" for line in events))
         taken = {json.loads(line)["batch"] for line in events}
         first = next(n for n in range(start + 1) if n not in taken)
         began = time.monotonic() - (json.loads(events[-1])["seconds"] if events else 0.0)
-        with self._stream(first) as inner, open(self._log, "w") as log:
-            log.writelines(line + "\n" for line in events)
+        with self._stream(first) as inner, open(self._log, "a") as log:
             fresh = ((n, b) for n, b in enumerate(inner, first) if n not in taken)
             yield self._arrivals(start, fresh, log, began, shardings)
 

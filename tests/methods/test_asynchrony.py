@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain import build
 from jaxtrain.methods.asynchrony import Workers, asynchronous, in_order, simulate
 from jaxtrain.methods.method import Method
 from jaxtrain.tree import named_leaves
@@ -83,7 +84,7 @@ def test_bounds_and_thresholds_hold():
     assert late.delay_U.max() == 3 < free.delay_U.max()
     assert np.bincount(late.worker_U, minlength=4)[3] < 10
     rounds = {
-        backup: simulate(dataclasses.replace(UNEVEN, backup=backup, jitter=0.0), 10)
+        backup: simulate(Workers(seconds=UNEVEN.seconds, backup=backup, jitter=0.0), 10)
         for backup in (0, 1, 3)
     }
     # A round waits for the slowest that counts, and those that count share the rows.
@@ -204,6 +205,8 @@ def test_what_cannot_be_is_refused(tmp_path):
         ({"seconds": (1.0,), "backup": 1}, "one is left"),
         ({"seconds": (1.0, 1.0), "backup": 1, "bound": 2}, "no worker is ahead"),
         ({"seconds": (1.0,), "events": "log"}, "real workers or"),
+        ({"events": "log", "bound": 2}, "what real workers did"),
+        ({"seconds": (1.0, 1.0), "backup": 0, "temper": 1.0}, "no gradient late"),
     ):
         with pytest.raises(ValueError, match=message):
             Workers(**given)
@@ -224,6 +227,12 @@ def test_what_cannot_be_is_refused(tmp_path):
     log.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=r"late by 4 updates and .* is 2: give 4"):
         asynchronous(made, Workers(events=str(log), late=2))
+    tempered = dataclasses.replace(UNEVEN, temper=1.0)
+    for options, message in (({"ema": 0.9}, "averages of"), ({"accumulate": 2}, "one update of")):
+        own = made.with_(optimizer=jt.make_optimizer("sgd", 0.1, **options))
+        own = asynchronous(own, tempered)
+        with pytest.raises(ValueError, match=message):
+            build.make_abstract_state(own, build.make_experiment_mesh(own))
     with pytest.raises(ValueError, match="a method of its own"):
         asynchronous(made.with_(method=Method(lambda step: step)), UNEVEN)
     with pytest.raises(ValueError, match="'pipe' has size 2"):

@@ -261,7 +261,10 @@ def test_a_members_lineage_trained_alone_ends_in_the_same_bits():
 
 def test_copies_keep_their_keys_and_what_is_not_finite_is_not_copied():
     _, states, _ = bred()
-    kept = states[0].method | {"losses": jnp.array([3.0, np.nan, 1, 2, np.inf, 5, 6, np.nan])}
+    # Sums of two steps but for members that made none, and one that made one.
+    sums = jnp.array([3.0, 0, 1, 2, 0, 5, 6, 0])
+    steps = jnp.array([2, 0, 1, 2, 0, 2, 2, 0])
+    kept = states[0].method | {"losses": jnp.stack([sums, steps], -1)}
     found = jax.jit(exploit)(kept, jax.random.key(0))
     assert found["parent"].tolist() == [0, 1, 2, 3, 2, 5, 6, 3]
     for name, x in kept["numbers"].items():
@@ -271,7 +274,7 @@ def test_copies_keep_their_keys_and_what_is_not_finite_is_not_copied():
         assert (np.delete(factors, [4, 7]) == 1).all()
     keys = jax.random.key_data(found["members"].rng)
     assert (keys == jax.random.key_data(kept["members"].rng)).all()
-    none = jax.jit(exploit)(kept | {"losses": jnp.full(8, np.nan)}, jax.random.key(0))
+    none = jax.jit(exploit)(kept | {"losses": jnp.zeros((8, 2))}, jax.random.key(0))
     assert none["parent"].tolist() == list(range(8))
     with pytest.raises(ValueError, match="exploit_every` is 2 and there is 1 member"):
         populate(experiment(), [Member(None, 0, {})], exploit_every=2)
