@@ -53,7 +53,7 @@ class Compress:
     rank: int = 4
     """Width of the factors of powersgd."""
     fraction: float = 0.01
-    """Share of the entries of a matrix that topk sends."""
+    """Share of the entries of a matrix, or of a stack of them, that topk sends."""
     parts: int | None = None
     """Number of parts of the batch whose gradients are compressed: a multiple of the mesh axis
     data; left out, the size of that."""
