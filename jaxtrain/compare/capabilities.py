@@ -396,7 +396,7 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("masked and rounded kernels", change=_constrained, **names)
     names = {"called": "population|member|method|lora|low.rank|kernel|freeze|frozen"}
     yield tune("population of adapters", change=_populated, **names)
-    names = {"called": "population|member|method"}
+    names = {"called": "population|member|method|freeze|frozen"}
     yield tune("population, the best copied", change=_bred, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=functools.partial(_preferences, "dpo"), **names)
@@ -428,7 +428,10 @@ def _changes() -> Iterator[Capability]:
     yield own("local updates", change=lambda e: local_updates(e, local), **names)
     # Adam, which begins anew in each round, blows up the rounding of gradients that are nearly 0.
     names["flags"] = ("--optimizer.name", "sgd")
-    names["called"], rounds = "federated|client|replica|method", Federated(per_round=2, epochs=2)
+    names["called"], rounds = (
+        "federated|client|replica|method|sgd",
+        Federated(per_round=2, epochs=2),
+    )
     of_rounds = lambda e: federated(e, rounds, local_batch=8)  # noqa: E731
     yield own("federated rounds", change=of_rounds, **names)
     # Rows are drawn by the flag, and noise is added that no accounting of it is installed for.

@@ -182,6 +182,11 @@ def populate(
             made = member.init_fn(init_rng)
             made = made[0] if experiment.task.has_model_state else made
             drawn = named_leaves(cast(made))
+            if missing := sorted(named_leaves(own).keys() - drawn.keys() - given.keys()):
+                raise ValueError(
+                    f"members of the population draw no {missing[0]!r}, which the experiment has: "
+                    "make the population last, of the model that is trained"
+                )
 
             def leaf(path: str, x: jax.Array) -> jax.Array:
                 if path in given:
