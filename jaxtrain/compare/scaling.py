@@ -140,7 +140,8 @@ def measure(points: Sequence[Point], experiments: Mapping[int, Experiment]) -> l
     block = BLOCK_STEPS * experiments[points[0].global_batch].layout.steps_per_call
     own = {}
     for n, each in experiments.items():  # What is timed is not accounted for.
-        engine = dataclasses.replace(each.task.engine, check=None)
+        engine = each.task.engine
+        engine = engine if engine.check is None else dataclasses.replace(engine, check=None)
         own[n] = each.with_(steps=(ROUNDS + 1) * block, engine=engine)
     variants = {point.name: own[point.global_batch] for point in points}
     devices = {point.name: jax.devices()[: point.devices] for point in points}

@@ -167,7 +167,7 @@ def check_private(experiment: Any, *, steps: float = math.inf) -> None:
         "`gather` 'layer', where gradients of examples need whole weights; leave it out": (
             experiment.layout.gather == "layer"
         ),
-        "routers that balance by counts of choices, which noise covers; route by softmax, and "
+        "experts that are balanced by counts, which noise covers; route by softmax, and "
         "balance within a row": any(re.search(f"{BIAS}|{SHARES}", name) for name in trains),
         f"{experiment.steps:,} steps, of which {steps:,} are accounted for; make its data and it "
         "by one config, of those steps": experiment.steps > steps,

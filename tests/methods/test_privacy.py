@@ -167,7 +167,7 @@ def test_batches_of_other_making_and_methods_put_around_later_are_refused_too():
     with pytest.raises(ValueError, match="has 7 steps, of which 6 are accounted for"):
         made.with_(steps=7)
     routed = lambda rng: {"router": {"bias": jnp.zeros(4)}}  # noqa: E731
-    with pytest.raises(ValueError, match="has routers that balance by counts of choices"):
+    with pytest.raises(ValueError, match="has experts that are balanced by counts"):
         made.with_(init_fn=routed)
     made.with_(init_fn=routed, freeze=("router/bias",))
     own = {"init_fn": problems.init, "loss_fn": problems.loss_fn, "batch": made.data.batch}
