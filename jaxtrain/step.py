@@ -187,7 +187,7 @@ def build_update(
     No microbatch is left out alone: an overflow takes the largest gradients, and what remains is
     biased. So one rule holds with and without accumulation and in a pipeline, on every mesh; and
     with ``make_optimizer(accumulate=)``, whose updates are made of several steps, a step that is
-    left out leaves out the update that it is part of.
+    left out leaves out the update that it is part of. Of private gradients the loss is not tested.
 
     The mean is ``total / weight`` for a weight of either sign. A step of weight 0 has none: it
     changes nothing but the count of steps, neither parameters nor optimizer state, model state or
@@ -219,7 +219,9 @@ def build_update(
         states = zip(*map(jax.tree.leaves, (sums.model_state, state.model_state)), strict=True)
         inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
         moved = [jnp.where(new == old, 0, new) for new, old in states if inexact(new)]
-        finite = all_finite((training, sums.loss.total, sums.loss.weight, moved))
+        # A step that a loss may leave out leaves out its noise.
+        tested = () if sums.private else (sums.loss.total, sums.loss.weight)
+        finite = all_finite((training, tested, moved))
         loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
         usable = finite & counts
         metrics = loss.means() | {

@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.enclosed import QuestionRows
 from jaxtrain.data.loader import Batches, RowSource
+from jaxtrain.data.masking import VERSIONS, CorruptedSpans
+from jaxtrain.data.mixtures import Mixture
 
 # The probability that a step draws more rows than a batch holds.
 _OVERFLOW = 1e-12
@@ -34,8 +37,8 @@ class PoissonBatches(Batches):
       divisor: of the rows of a batch.
 
     Raises:
-      ValueError: a part has fewer rows than `examples`, or rows are mixed of several; and when a
-        batch is made, more rows are drawn than it holds.
+      ValueError: a part has fewer rows than `examples`, or an example is in several rows; and when
+        a batch is made, more rows are drawn than it holds.
     """
 
     def __init__(
@@ -43,19 +46,13 @@ class PoissonBatches(Batches):
     ):
         from scipy import stats  # a second to import
 
-        self.rate, inner = examples * bands / len(source), source
+        self.rate = examples * bands / len(source)
         if self.rate > 1:
             raise ValueError(
                 f"a batch has {examples} of {len(source)} rows on average, in {bands} parts: give "
-                "a smaller global batch"
+                "a smaller global batch, or fewer `private.bands`"
             )
-        while inner is not None:  # a Mixture has windows, and mixes sources
-            if getattr(inner, "mixup", 0) or hasattr(inner, "windows"):
-                raise ValueError(
-                    f"the data mix rows ({type(inner).__name__}), and private training draws each "
-                    "row by itself, as one example: use one source, without mixup"
-                )
-            inner = getattr(inner, "source", None)
+        _check_rows(source)
         part = math.ceil(len(source) / bands)
         room = int(stats.binom.isf(_OVERFLOW, part, self.rate)) if self.rate < 1 else part
         self._rows, self._bands, self._anew = len(source), bands, hasattr(source, "row_order")
@@ -83,6 +80,25 @@ class PoissonBatches(Batches):
         if row >= len(found):
             return 0
         return 1 + int(found[row]) + (step * self._rows if self._anew else 0)
+
+
+def _check_rows(source: Any) -> None:
+    """Raises ValueError where a row is more, or less, than one example."""
+    why, inner = None, (getattr(source, name, None) for name in ("source", "rows"))
+    if isinstance(source, Mixture) or getattr(source, "mixup", 0):
+        why = "the data mix rows ({}): use one source, without mixup"
+    elif isinstance(source, CorruptedSpans):
+        why = f"each stretch of text is {VERSIONS} rows ({{}}): use rows that are one each"
+    elif isinstance(source, QuestionRows) and len(source.windows) > len(source.contexts):
+        why = "the rows of a long context overlap ({}): give longer rows, or shorter contexts"
+    if why is not None:
+        fault, mend = why.format(type(source).__name__).split(": ")
+        raise ValueError(
+            f"{fault}, and private training draws each row by itself, as one example: {mend}"
+        )
+    for each in inner:
+        if each is not None:
+            _check_rows(each)
 
 
 class _Numbered:

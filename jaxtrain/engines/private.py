@@ -28,7 +28,7 @@ from jaxtrain.engines.accumulated import split_microbatches
 from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, trainable
 from jaxtrain.loss import LossFn, Reduction, Sum, WeightedLoss
 from jaxtrain.sharding.placement import apart_along, free_axes, manual_batch_axes
-from jaxtrain.tree import PyTree, combine, map_named, to_accum_dtype
+from jaxtrain.tree import PyTree, all_finite, combine, map_named, to_accum_dtype
 
 # The leaf [N] of a batch that numbers its examples from 1; 0 is a row that pads it.
 DRAWN = "drawn"
@@ -40,8 +40,9 @@ def private(clip: float, noise: float, examples: float, *, bands: int = 1) -> En
 
     A batch that is a mapping may have ``drawn``, int32 [N]: the number of the example that a row
     holds, from 1, by which its loss draws, and 0 for padding, which counts nothing whatever it
-    holds. An example whose gradient is not finite counts nothing too: no step is left out. Metrics
-    are of the examples that a step has drawn, and are not private.
+    holds. An example whose gradient or loss is not finite counts nothing too, and no step is left
+    out, whatever the loss of all is. Metrics are of the examples that a step has drawn, and are not
+    private.
 
     Args:
       clip: C, the largest norm of an example's gradient; ``math.inf`` clips none.
@@ -125,7 +126,7 @@ def _clipped(loss_fn: LossFn, microbatches: int, clip: float) -> GradientEngine:
             grads, loss = jax.grad(mean, has_aux=True)(training, row, number)
             grads = to_accum_dtype(grads)
             norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
-            usable = (number > 0) & jnp.isfinite(norm) & jnp.isfinite(loss.total)
+            usable = (number > 0) & all_finite((norm, loss.total, loss.weight))
             factor = jnp.minimum(1.0, clip / jnp.where(norm > 0, norm, 1.0))
             # A padded row may hold anything, and 0 times NaN is NaN.
             grads = jax.tree.map(lambda g: jnp.where(usable, factor * g, 0), grads)

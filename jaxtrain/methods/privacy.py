@@ -10,14 +10,23 @@ https://arxiv.org/abs/2306.08153).
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
+
+import jax
 
 from jaxtrain.engines.private import MEND, private
 from jaxtrain.host import extras
 from jaxtrain.methods.method import Method
+from jaxtrain.optim.balance import BIAS, SHARES
+from jaxtrain.optim.masks import resolve
+from jaxtrain.tree import named_leaves
 
 # Privacy losses are rounded up to multiples of it.
 _INTERVAL = 2e-4
+# With less noise, epsilon is in the hundreds and takes gigabytes to compute.
+_LEAST_NOISE = 0.2
+_RANGES = {"noise": (_LEAST_NOISE, 1e6), "epsilon": (1e-3, 50), "delta": (1e-12, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +56,10 @@ class Private:
             name, value = f"private.{field.name}", getattr(self, field.name)
             if value is not None and not (value > 0 or (value == 0 and field.name == "noise")):
                 raise ValueError(f"`{name}` is {value}: give a number above 0")
+            low, high = _RANGES.get(field.name, (0, math.inf))
+            if value and not low <= value <= high:
+                free = ", or 0 for none" if field.name == "noise" else ""
+                raise ValueError(f"`{name}` is {value}: give {low:g} to {high:g}{free}")
             if value != field.default and (
                 not self.is_on or None not in (self.noise, self.epsilon)
             ):
@@ -91,9 +104,9 @@ def noise_for(epsilon: float, steps: int, **given: Any) -> float:
     high = 1.0
     while not enough(high):
         high *= 2
-    while enough(high / 2):
+    while high / 2 >= _LEAST_NOISE and enough(high / 2):
         high /= 2
-    low = high / 2
+    low = max(high / 2, _LEAST_NOISE)
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
@@ -127,14 +140,20 @@ def private_fields(given: Private, *, rows: int, examples: int, steps: int) -> d
     told += f"noise {noise:.4g}; void to those who know the seed"
     engine = private(given.clip, noise, examples, bands=given.bands)
     return {
-        "engine": dataclasses.replace(engine, check=check_private),
+        "engine": dataclasses.replace(engine, check=functools.partial(check_private, steps=steps)),
         "counts": lambda step: {"privacy/epsilon": after(step)},
         "guarantee": told,
     }
 
 
-def check_private(experiment: Any) -> None:
-    """Raises ValueError where an experiment would break the guarantee of its gradients."""
+def check_private(experiment: Any, *, steps: float = math.inf) -> None:
+    """Raises ValueError where an experiment would break the guarantee of its gradients, which is of
+    so many ``steps``."""
+    task = experiment.task
+    init = lambda: task.init_fn(jax.random.key(0))  # noqa: E731
+    params = {} if task.has_model_state else jax.eval_shape(init)
+    held = {} if task.freeze is None else named_leaves(resolve("freeze", task.freeze, params))
+    trains = [name for name in named_leaves(params) if not held.get(name)]
     broken = {
         f"model state (BatchNorm), which is of several examples; {MEND}": (
             experiment.task.has_model_state
@@ -148,6 +167,10 @@ def check_private(experiment: Any) -> None:
         "`gather` 'layer', where gradients of examples need whole weights; leave it out": (
             experiment.layout.gather == "layer"
         ),
+        "experts that are balanced by counts, which noise covers; route by softmax, and "
+        "balance within a row": any(re.search(f"{BIAS}|{SHARES}", name) for name in trains),
+        f"{experiment.steps:,} steps, of which {steps:,} are accounted for; make its data and it "
+        "by one config, of those steps": experiment.steps > steps,
     }
     for why in (why for why, holds in broken.items() if holds):
         raise ValueError(f"training is private and experiment {experiment.name!r} has {why}")

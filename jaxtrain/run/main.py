@@ -40,11 +40,13 @@ from jaxtrain.run import options, provenance
 from jaxtrain.run.folder import is_half_deleted, runs
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.loop import fit
+from jaxtrain.run.observe.alert_rules import RULES
 from jaxtrain.run.observe.goodput import process_began
 from jaxtrain.run.observe.writers import Writer
 from jaxtrain.run.refusal import all_flags, refuse_aliases, refuse_misspelt, refusing, with_flags
 from jaxtrain.run.survive.diagnosis import Diverged
 from jaxtrain.run.survive.preemption import ending_at_sigterm
+from jaxtrain.sharding.mesh import BATCH_AXES
 from jaxtrain.sharding.stack import Stack
 
 # Flags of such a field stand at the top level: --run-dir and not --run.run-dir.
@@ -292,18 +294,27 @@ class Config:
     def _drawn(self, rows: data.RowSource) -> tuple[data.Batches, dict[str, Any]]:
         """The batches of a private run, and its other fields; raises ValueError for flags that
         would break its guarantee."""
-        risky = {"skip_spikes": self.optimizer.skip_spikes, "seed": self.seed == 0 and "0"}
-        risky["plateau_factor"] = self.optimizer.plateau_factor
-        risky["accept_changes"] = sorted({*self.run.accept_changes} - {"stopped"})
-        for name, value in risky.items():
+        decides = "no noise hides a loss that decides on {}; leave it out"
+        acting = [
+            name
+            for name, each in self.run.alert_rules.items()
+            if {"stop", "save"} & {*each.actions}
+            and (RULES[name].metric or "").startswith("train/")
+        ]
+        changed = sorted({*self.run.accept_changes} - {"stopped"})
+        twice = "steps that are made twice differently tell more than is accounted for"
+        for name, value, why in (
+            ("skip_spikes", self.optimizer.skip_spikes, decides.format("updates")),
+            ("plateau_factor", self.optimizer.plateau_factor, decides.format("updates")),
+            ("alerts", acting, decides.format("when a run stops or saves")),
+            ("seed", self.seed == 0 and "0", "it is a seed that anyone guesses; give another"),
+            ("accept_changes", changed, f"{twice}; leave it out, or begin a new run"),
+        ):
             if value:
-                raise ValueError(
-                    f"`{name}` is {value} and training is private: no noise hides a loss that "
-                    "decides on updates, steps that are made twice differently, and a seed that "
-                    "anyone guesses; give another seed, and leave the rest out"
-                )
+                raise ValueError(f"`{name}` is {value} and training is private: {why}")
         # Rows of a batch divide over what those of a global batch may divide over.
-        divisor = math.gcd(self.global_batch, 32 * self.layout.accumulate)
+        parts = math.prod(max(1, self.layout.mesh.axes[axis]) for axis in BATCH_AXES)
+        divisor = math.gcd(self.global_batch, self.layout.accumulate * math.lcm(96, parts))
         how = {"leaf": DRAWN, "bands": self.private.bands, "divisor": divisor, "seed": self.seed}
         steps = self._counted(_steps_per_epoch(rows, self.global_batch)).steps
         sizes = {"rows": len(rows), "examples": self.global_batch, "steps": steps}

@@ -103,6 +103,26 @@ def test_an_example_that_is_not_finite_counts_nothing_and_leaves_no_step_out():
     assert all(jax.tree.leaves(moved))
 
 
+@pytest.mark.parametrize(("y", "weight"), [(3e37, 1.0), (1.0, 1e-37), (1.0, np.inf)])
+def test_no_loss_however_large_leaves_out_a_step_and_its_noise(y, weight):
+    def loss(params, batch, rng):
+        error_N = jnp.abs(params - batch["y"])
+        return jt.WeightedLoss((error_N * batch["w"]).sum(), batch["w"].sum())
+
+    def moved(**batch):
+        state = jt.init_state(lambda rng: jnp.float32(0), optax.sgd(1.0), jax.random.key(0))
+        step = jt.build_train_step(loss, optax.sgd(1.0), engine=private(1.0, 2.0, 16.0))
+        after, metrics = jax.jit(step)(state, batch)
+        assert (metrics["skipped"], after.skipped) == (0, 0)
+        return float(after.params)
+
+    rows = np.ones(16, np.float32)
+    found = moved(y=rows * y, w=rows * np.float32(weight))
+    usual = moved(y=rows, w=rows) if np.isfinite(weight) else moved(y=rows, w=0 * rows)
+    assert found != 0
+    assert found == pytest.approx(usual, abs=1e-6)
+
+
 def test_noise_has_its_deviation_and_differs_by_step_and_leaf():
     nothing = {"x": np.zeros((16, 512), "f"), DRAWN: np.zeros(16, np.int32)}
     optimizer = optax.chain(record_gradients(), optax.sgd(1.0))

@@ -1,5 +1,6 @@
 """Private runs: rows by Poisson sampling, epsilon as published, refusals by name, an audit."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,6 +14,7 @@ from scipy import stats
 
 import jaxtrain as jt
 from jaxtrain import data
+from jaxtrain.data.enclosed import QuestionRows
 from jaxtrain.engines.private import DRAWN, private
 from jaxtrain.experiment import no_batches
 from jaxtrain.methods.local_updates import Local
@@ -68,11 +70,21 @@ def test_bands_take_turns_and_augmented_rows_are_drawn_anew():
         real = batch[DRAWN] > 0
         assert set((batch[DRAWN][real] - 1) % 3) == {step % 3}
         np.testing.assert_array_equal(batch["x"][real], batch[DRAWN][real] - 1 + 60 * step)
-    with pytest.raises(ValueError, match="25 of 60 rows on average, in 3 parts"):
+    with pytest.raises(ValueError, match=r"25 of 60 rows .* in 3 parts: .* `private.bands`"):
         data.PoissonBatches(Rows(60), examples=25, seed=0, leaf=DRAWN, bands=3)
+    corpus = data.tokenize([data.Document("a", bytes(range(97, 122)))], data.ByteTokenizer())
+    spans = data.CorruptedSpans(corpus, 12, 6, sentinels=[300, 301], eod=256)
     mixed = data.Augmented(Rows(60), seed=0, mixup=0.2)
-    with pytest.raises(ValueError, match=r"the data mix rows .Augmented."):
-        data.PoissonBatches(mixed, examples=5, seed=0, leaf=DRAWN)
+    long = object.__new__(QuestionRows)
+    long.windows, long.contexts = [(0, 0), (0, 3)], ["text"]
+    for source, words in (
+        (mixed, r"the data mix rows .Augmented."),
+        (dataclasses.replace(mixed, rows=mixed, mixup=0), r"the data mix rows .Augmented."),
+        (spans, r"each stretch of text is 4 rows .CorruptedSpans."),
+        (long, "the rows of a long context overlap .QuestionRows."),
+    ):
+        with pytest.raises(ValueError, match=f"{words}, and private training draws each row"):
+            data.PoissonBatches(source, examples=1, seed=0, leaf=DRAWN)
 
 
 def test_epsilon_is_as_published_and_its_noise_is_found():
@@ -134,9 +146,10 @@ def test_a_private_run_says_its_epsilon_and_goes_on_with_the_same_noise(tmp_path
         ({"optimizer": OptimizerOptions(plateau_factor=0.5)}, "`plateau_factor` is 0.5"),
         (
             {"run": jt.RunOptions(accept_changes=("all",))},
-            "steps that are made twice differently",
+            "`accept_changes` is .* steps that are made twice differently .*, or begin a new run$",
         ),
         ({"seed": 0}, "`seed` is 0 and training is private: .* a seed that anyone guesses"),
+        ({"run": jt.RunOptions(alerts=("loss-spike:stop",))}, "`alerts` is .'loss_spike'. and"),
         ({"gradients": "int8"}, "has another engine"),
         ({"local": Local(replicas=2)}, "a method around its steps"),
         ({"private": {"delta": 0.5}}, "`private.delta` is 0.5 and there are 32 rows"),
@@ -151,14 +164,27 @@ def test_batches_of_other_making_and_methods_put_around_later_are_refused_too():
     made = build()
     with pytest.raises(ValueError, match="a method around its steps"):
         made.with_(method=Method(lambda step: lambda state, batch: step(state, batch)))
+    with pytest.raises(ValueError, match="has 7 steps, of which 6 are accounted for"):
+        made.with_(steps=7)
+    routed = lambda rng: {"router": {"bias": jnp.zeros(4)}}  # noqa: E731
+    with pytest.raises(ValueError, match="has experts that are balanced by counts"):
+        made.with_(init_fn=routed)
+    made.with_(init_fn=routed, freeze=("router/bias",))
     own = {"init_fn": problems.init, "loss_fn": problems.loss_fn, "batch": made.data.batch}
     config = small.Config(private=Private(noise=1.0), seed=5)
     outline = config.experiment("own", **own, train_batches=no_batches)
     with pytest.raises(ValueError, match="'own' are not drawn by Poisson sampling"):
         outline.with_(train_batches=made.data.train_batches)
-    for wrong in ({"epsilon": 1.0}, {"noise": None}, {"clip": -1.0}, {"noise": -1.0}):
+    wrong = [{"epsilon": 1.0}, {"noise": None}, {"clip": -1.0}, {"noise": -1.0}, {"noise": 0.1}]
+    wrong += [{"delta": 1e-13}, *({"noise": None, "epsilon": e} for e in (math.inf, math.nan, 51))]
+    for given in wrong:
         with pytest.raises(ValueError, match="`private"):
-            Private(**{"clip": 2.0, "noise": 1.0} | wrong)
+            Private(**{"clip": 2.0, "noise": 1.0} | given)
+
+
+def test_a_batch_divides_over_three_devices_where_a_global_batch_does():
+    made = build(global_batch=12)
+    assert made.data.batch[DRAWN].shape[0] % 12 == 0
 
 
 def lower_bound(right, guesses, confidence=0.95):
