@@ -31,10 +31,10 @@ RUNS = "runs"
 OWNER, CONFIG, CHANGES, LOG = "owner.json", "config.json", "changes.jsonl", "log.jsonl"
 EVENTS, HEARTBEAT, HANG = "events.jsonl", "heartbeat.json", "hang-process-{}.txt"
 STOPPED, LANDSCAPE, REPORT, PICTURE = "stopped.json", "landscape.json", "report.html", "report.png"
-CSV, PROMETHEUS = "metrics.csv", "metrics.prom"
+CSV, PROMETHEUS, UPDATES = "metrics.csv", "metrics.prom", "updates.jsonl"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 FILES = (OWNER, CONFIG, CHANGES, LOG, EVENTS, HEARTBEAT, STOPPED, LANDSCAPE, REPORT, PICTURE)
-FILES += (CSV, PROMETHEUS)
+FILES += (CSV, PROMETHEUS, UPDATES)
 # In owner.json, while an earlier run is being deleted.
 OVERWRITING = "overwriting"
 # After so long without owner.json the folder has gone, and its place is not to be taken.

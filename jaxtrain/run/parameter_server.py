@@ -29,6 +29,7 @@ from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, check_on_disk, exists, write_whole
 from jaxtrain.methods.method import Method
 from jaxtrain.optim import frozen
+from jaxtrain.run.folder import UPDATES
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.main import build_experiment, load_config, main
 from jaxtrain.sharding.rules import batch_sharding
@@ -36,7 +37,6 @@ from jaxtrain.state import TrainState
 from jaxtrain.step import build_engine
 from jaxtrain.tree import PyTree
 
-UPDATES = "updates.jsonl"
 # So many workers may be lost in a row without a gradient from any.
 LOSSES = 3
 
