@@ -7,7 +7,7 @@ import optax
 
 from jaxtrain.compare.parity import worst
 from jaxtrain.layout import Layout, MeshShape
-from jaxtrain.loss import WeightedLoss
+from jaxtrain.loss import WeightedLoss, row_wise
 from jaxtrain.tree import map_named
 
 ROWS, INPUTS, HIDDEN, OUTPUTS = 16, 8, 32, 4
@@ -122,3 +122,23 @@ def with_layout(given: dict, base: Layout | None = None) -> dict:
     if isinstance(own.get("pipeline"), dict):
         own |= {f"pipeline.{name}": x for name, x in own.pop("pipeline").items()}
     return others | ({"layout": (base or Layout()).with_(own)} if own else {})
+
+
+@row_wise
+def least_squares(params, batch, rng):
+    """The squared error of weighted rows."""
+    error = ((batch["x"] @ params["a"] + params["b"] - batch["y"]) ** 2).sum(-1)
+    return WeightedLoss(total=(batch["mask"] * error).sum(), weight=batch["mask"].sum())
+
+
+def weighted_rows(features):
+    """Parameters to begin ``least_squares`` with, and its batches by number."""
+
+    def rows(number):
+        rng = np.random.default_rng(100 + number)
+        x = rng.normal(size=(8, features))
+        made = {"x": x, "y": x @ np.ones((features, 2)) + rng.normal(size=(8, 2))}
+        made["mask"] = rng.integers(1, 5, 8)
+        return {name: value.astype(np.float32) for name, value in made.items()}
+
+    return {"a": np.ones((features, 2), np.float32) / 2, "b": np.zeros(2, np.float32)}, rows

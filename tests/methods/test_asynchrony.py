@@ -15,6 +15,7 @@ from jaxtrain import build
 from jaxtrain.methods.asynchrony import Workers, asynchronous, in_order, simulate
 from jaxtrain.methods.method import Method
 from jaxtrain.tree import named_leaves
+from tests import problems
 from tests.methods.test_local_updates import FAST, experiment, trained
 
 UNEVEN = Workers(seconds=(1.0, 1.1, 0.9, 4.0), late=32)
@@ -94,22 +95,11 @@ def test_bounds_and_thresholds_hold():
 
 
 def regression(steps, layout=None):
-    def loss_fn(params, batch, rng):
-        error = ((batch["x"] @ params["a"] + params["b"] - batch["y"]) ** 2).sum(-1)
-        return jt.WeightedLoss(total=(batch["mask"] * error).sum(), weight=batch["mask"].sum())
-
-    def rows(number):
-        rng = np.random.default_rng(100 + number)
-        x = rng.normal(size=(8, 4))
-        made = {"x": x, "y": x @ np.ones((4, 2)) + rng.normal(size=(8, 2))}
-        made["mask"] = rng.integers(1, 5, 8)
-        return {name: value.astype(np.float32) for name, value in made.items()}
-
-    start = {"a": np.ones((4, 2), np.float32) / 2, "b": np.zeros(2, np.float32)}
+    start, rows = problems.weighted_rows(4)
     made = jt.Experiment.of(
         name="linear",
         init_fn=lambda rng: jax.tree.map(jnp.asarray, start),
-        loss_fn=jt.row_wise(loss_fn),
+        loss_fn=problems.least_squares,
         batch=rows(0),
         train_batches=None,
         optimizer=jt.make_optimizer("momentum", 0.02, momentum=0.5, weight_decay=0.1),

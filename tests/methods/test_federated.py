@@ -31,16 +31,11 @@ def batch(number):
     return {name: value.astype(np.float32) for name, value in rows(number).items()}
 
 
-def loss_fn(params, batch, rng):
-    error = ((batch["x"] @ params["a"] + params["b"] - batch["y"]) ** 2).sum(-1)
-    return jt.WeightedLoss(total=(batch["mask"] * error).sum(), weight=batch["mask"].sum())
-
-
 def experiment(how, local_batch=B, **layout):
     made = jt.Experiment.of(
         name="linear",
         init_fn=lambda rng: jax.tree.map(jax.numpy.asarray, START),
-        loss_fn=jt.row_wise(loss_fn),
+        loss_fn=problems.least_squares,
         batch=batch(0),
         train_batches=None,
         optimizer=jt.make_optimizer("momentum", RATE, momentum=0.5),
@@ -130,7 +125,7 @@ def test_one_pass_in_one_batch_is_a_step_on_the_rows_of_all():
     """FedSGD of every client is gradient descent on all rows, since clients count by their rows."""
     made = experiment(Federated(per_round=C), local_batch=N)
     state, metrics = trained(made, rounds=1)
-    step = jt.build_train_step(loss_fn, made.laid.optimizer)
+    step = jt.build_train_step(problems.least_squares, made.laid.optimizer)
     begun = jt.init_state(made.task.init_fn, made.laid.optimizer, jax.random.key(0))
     after, told = jax.jit(step)(begun, batch(0))
     for name, x in after.params.items():

@@ -84,22 +84,11 @@ def test_every_step_they_are_data_parallel_by_the_weight_of_their_rows():
 def linear(steps=8, **local):
     """Least squares of weighted rows, and an experiment of it."""
 
-    def loss_fn(params, batch, rng):
-        error = ((batch["x"] @ params["a"] + params["b"] - batch["y"]) ** 2).sum(-1)
-        return jt.WeightedLoss(total=(batch["mask"] * error).sum(), weight=batch["mask"].sum())
-
-    def rows(number):
-        rng = np.random.default_rng(100 + number)
-        x = rng.normal(size=(8, 3))
-        made = {"x": x, "y": x @ np.ones((3, 2)) + rng.normal(size=(8, 2))}
-        made["mask"] = rng.integers(1, 5, 8)
-        return {name: value.astype(np.float32) for name, value in made.items()}
-
-    start = {"a": np.ones((3, 2), np.float32) / 2, "b": np.zeros(2, np.float32)}
+    start, rows = problems.weighted_rows(3)
     made = jt.Experiment.of(
         name="linear",
         init_fn=lambda rng: jax.tree.map(jax.numpy.asarray, start),
-        loss_fn=jt.row_wise(loss_fn),
+        loss_fn=problems.least_squares,
         batch=rows(0),
         train_batches=None,
         optimizer=jt.make_optimizer("momentum", 0.05, momentum=0.5),
