@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.engines.accumulated import accumulated
 from jaxtrain.engines.members import AXIS, at, each, parts_of
 from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain, run_engine
-from jaxtrain.host.least import check_least
+from jaxtrain.host.least import check_least, given
 from jaxtrain.loss import Last, LossFn
 from jaxtrain.sharding.placement import free_axes, sizes_are_final, specs_of
 from jaxtrain.sharding.row_keys import row_count
@@ -62,11 +62,11 @@ class Compress:
         check_least(self, rank=1, parts=1)
         if not 0 < self.fraction <= 1:
             raise ValueError(f"`compress.fraction` is {self.fraction}: give above 0, and at most 1")
-        typed = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
         takes = {None: set(), "powersgd": {"rank", "parts"}, "topk": {"fraction", "parts"}}
-        for field in sorted(typed - {"name"} - takes.get(self.name, {"parts"})):
+        typed = given(self)
+        for field in sorted(typed.keys() - {"name"} - takes.get(self.name, {"parts"})):
             raise ValueError(
-                f"`compress.{field}` is {getattr(self, field)} and `compress.name` {self.name}, "
+                f"`compress.{field}` is {typed[field]} and `compress.name` {self.name}, "
                 "which has none: give another name, or leave it out"
             )
 

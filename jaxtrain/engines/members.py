@@ -42,6 +42,12 @@ def own_part(params: PyTree, still: Any) -> PyTree:
     return partition(lambda name, _: name in trains or name.endswith("/factor"), params)[0]
 
 
+def split_like(part: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """Splits parameters into those at the paths of ``part``, and the rest."""
+    names = named_leaves(part).keys()
+    return partition(lambda name, _: name in names, params)
+
+
 def at(tree: PyTree, index: Any) -> PyTree:
     """Returns the member of this number."""
     return jax.tree.map(lambda x: x[index], tree)

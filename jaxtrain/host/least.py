@@ -1,5 +1,6 @@
-"""Refuses options that are below what they must be at least."""
+"""Options that were given, and those that are below what they must be at least."""
 
+import dataclasses
 from typing import Any
 
 
@@ -15,3 +16,14 @@ def check_least(options: Any, **least: float) -> None:
         # Written so that NaN is refused too.
         if (value := getattr(options, name)) is not None and not value >= low:
             raise ValueError(f"`{name}` is {value}: give at least {low}")
+
+
+def given(options: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that differ from their defaults, in order.
+
+    >>> Options = dataclasses.make_dataclass("Options", [("rows", int, 1), ("steps", int, 2)])
+    >>> given(Options(steps=3))
+    {'steps': 3}
+    """
+    fields = dataclasses.fields(options)
+    return {f.name: x for f in fields if (x := getattr(options, f.name)) != f.default}

@@ -30,14 +30,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.engines.members import own_part
+from jaxtrain.engines.members import own_part, split_like
 from jaxtrain.engines.plain import Engine, GradientEngine, run_engine
-from jaxtrain.host.least import check_least
-from jaxtrain.methods.method import Method, Step
+from jaxtrain.host.least import check_least, given
+from jaxtrain.methods.method import Method, Step, within
 from jaxtrain.optim import frozen
 from jaxtrain.optim.accumulation import accumulates
+from jaxtrain.optim.averages import keeps_averages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, combine, named_leaves, partition
+from jaxtrain.tree import PyTree, combine
 
 
 class Late(NamedTuple):
@@ -86,22 +87,20 @@ class Workers:
                 f"`workers.events` is {self.events!r} and `workers.seconds` is given too: give the "
                 "log of real workers or the speeds of simulated ones"
             )
-        typed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        if typed and not self:
-            name, value = typed[0].name, getattr(self, typed[0].name)
+        if (typed := given(self)) and not self:
+            name, value = next(iter(typed.items()))
             raise ValueError(
                 f"`workers.{name}` is {value} and there are no workers: give `workers.seconds` too"
             )
-        names = {f.name for f in typed}
-        if self.events and (void := sorted(names & {"backup", "bound", "jitter"})):
+        if self.events and (void := sorted(typed.keys() & {"backup", "bound", "jitter"})):
             raise ValueError(
-                f"`workers.{void[0]}` is {getattr(self, void[0])} and `workers.events` is given, "
+                f"`workers.{void[0]}` is {typed[void[0]]} and `workers.events` is given, "
                 "which says what real workers did: leave one of them out"
             )
         if self.backup is not None:
-            if void := sorted(names & {"bound", "late", "temper"}):
+            if void := sorted(typed.keys() & {"bound", "late", "temper"}):
                 raise ValueError(
-                    f"`workers.{void[0]}` is {getattr(self, void[0])} and rounds are synchronous "
+                    f"`workers.{void[0]}` is {typed[void[0]]} and rounds are synchronous "
                     f"(`workers.backup` is {self.backup}), in which no worker is ahead and no "
                     "gradient late: leave one of them out"
                 )
@@ -310,10 +309,10 @@ def asynchronous(experiment: Any, workers: Workers) -> Any:
                 return state, metrics | told
             rng = jax.random.fold_in(state.rng, jnp.asarray(events.batch_U)[state.step])
             versions = state.method["versions"]
-            own, rest = partition(lambda name, _: name in named_leaves(versions), state.params)
+            own, rest = split_like(versions, state.params)
             versions = jax.tree.map(lambda v, x: v.at[state.step % V].set(x), versions, own)
             then = jax.tree.map(lambda v: v[(state.step - delay) % V], versions)
-            with _of(Late(combine(then, rest), rng, delay)):
+            with within(_late, Late(combine(then, rest), rng, delay)):
                 state, metrics = step(state, batch)
             return dataclasses.replace(state, method={"versions": versions}), metrics | told
 
@@ -340,19 +339,9 @@ def _fingerprint(path: str) -> str:
 
 def _of_what_it_made(opt_state: PyTree) -> str | None:
     """What an optimizer does with its own updates that a factor on them would miss, or None."""
-    names = {part for name in named_leaves(opt_state) for part in name.split("/")}
-    if "ema" in names:
+    if keeps_averages(opt_state):
         return "keeps averages of the parameters"
     return "makes one update of several gradients" if accumulates(opt_state) else None
-
-
-@contextlib.contextmanager
-def _of(late: Late) -> Iterator[None]:
-    token = _late.set(late)
-    try:
-        yield
-    finally:
-        _late.reset(token)
 
 
 def _of_late_parameters(engine: Engine) -> Engine:

@@ -25,7 +25,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.clients import Partition
-from jaxtrain.engines.members import each, own_part
+from jaxtrain.engines.members import each, own_part, split_like
 from jaxtrain.host.least import check_least
 from jaxtrain.methods.meeting import (
     Meeting,
@@ -42,7 +42,7 @@ from jaxtrain.methods.secure import to_float, to_integers
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.placement import free_axes
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
+from jaxtrain.tree import PyTree, combine, map_named, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,7 @@ def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
             params_C, metrics_CK = each(client, keys_C, batch, state, split=True)
             new = _joined(how, state, params_C, metrics_CK["weight"].sum(1))
             if outer is not None:
-                before, _ = partition(lambda name, _: name in named_leaves(new), state.params)
+                before, _ = split_like(new, state.params)
                 displaced = jax.tree.map(jnp.subtract, before, new)
                 updates, kept = outer.update(displaced, state.method["outer"], before)
                 new = optax.apply_updates(before, updates)

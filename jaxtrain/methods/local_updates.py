@@ -27,8 +27,8 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.engines.compressed import INT8, exchanged, two_stages
-from jaxtrain.engines.members import at, each, own_part
-from jaxtrain.host.least import check_least
+from jaxtrain.engines.members import at, each, own_part, split_like
+from jaxtrain.host.least import check_least, given
 from jaxtrain.methods.meeting import (
     Meeting,
     check_apart,
@@ -46,7 +46,7 @@ from jaxtrain.optim import frozen
 from jaxtrain.sharding.placement import specs_of
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
+from jaxtrain.tree import PyTree, combine, map_named, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +71,8 @@ class Local(Meeting):
 
     def __post_init__(self) -> None:
         check_least(self, replicas=1, every=1, after=0, fragments=1)
-        typed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        if typed and self.replicas is None:
-            name, value = typed[0].name, getattr(self, typed[0].name)
+        if (typed := given(self)) and self.replicas is None:
+            name, value = next(iter(typed.items()))
             raise ValueError(
                 f"`local.{name}` is {value} and there are no replicas: give `local.replicas` too"
             )
@@ -122,11 +121,10 @@ def local_updates(experiment: Any, local: Local) -> Any:
 
     def local_updates(step: Step) -> Step:
         def one(member: TrainState, batch: PyTree, shared: PyTree) -> tuple[TrainState, Any]:
-            own = named_leaves(member.params)
             with pulled_to(shared):
                 whole = dataclasses.replace(member, params=combine(member.params, shared))
                 after, metrics = step(whole, batch)
-            params, _ = partition(lambda name, _: name in own, after.params)
+            params, _ = split_like(member.params, after.params)
             return dataclasses.replace(after, params=params), metrics
 
         def all_replicas(state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:

@@ -4,10 +4,10 @@ towards the parameters of the last meeting.
 Shapes: R replicas or clients.
 """
 
-import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -16,7 +16,8 @@ import optax
 
 from jaxtrain.engines.members import AXIS, at, check_engine, parts_of
 from jaxtrain.host.least import check_least
-from jaxtrain.methods.method import Method
+from jaxtrain.methods.method import Method, within
+from jaxtrain.optim.averages import keeps_averages
 from jaxtrain.sharding.placement import free_axes, sizes_are_final
 from jaxtrain.tree import PyTree, map_named, named_leaves
 
@@ -104,7 +105,7 @@ def check_apart(experiment: Any, flag: str, R: int) -> None:
 
 def check_averages(opt_state: PyTree) -> None:
     """Raises ValueError where an optimizer keeps averages of the parameters."""
-    if any("ema" in name.split("/") for name in named_leaves(opt_state)):
+    if keeps_averages(opt_state):
         raise ValueError(
             "the optimizer keeps averages of the parameters, which replicas would each have of "
             "their own: leave --optimizer.ema out; where replicas meet they are averaged too"
@@ -149,14 +150,9 @@ def shares_by(weight_R: jax.Array) -> Callable[[jax.Array], jax.Array]:
     return shares
 
 
-@contextlib.contextmanager
-def pulled_to(anchor: PyTree) -> Iterator[None]:
+def pulled_to(anchor: PyTree) -> AbstractContextManager[None]:
     """Optimizers of :func:`with_pull` that are traced within pull towards these parameters."""
-    token = _anchor.set(anchor)
-    try:
-        yield
-    finally:
-        _anchor.reset(token)
+    return within(_anchor, anchor)
 
 
 def with_pull(optimizer: Any, strength: float) -> Any:

@@ -1,7 +1,9 @@
 """Defines :class:`Method`: code around the train step, with a state of its own."""
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxtrain.state import TrainState
@@ -46,3 +48,13 @@ class Method:
     shown: Callable[..., tuple[TrainState, Any, list[str]]] = lambda *found: (*found, [])
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def within(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    """Sets a variable for what is traced within."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

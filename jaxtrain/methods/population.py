@@ -11,13 +11,13 @@ many steps the best members take the place of the worst, with numbers of their o
 Shapes: P members, E exploits.
 """
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxtrain.engines.members import Together, at, check_engine, each, own_part
+from jaxtrain.engines.members import Together, at, check_engine, each, own_part, split_like
 from jaxtrain.host.least import check_least
-from jaxtrain.methods.method import Method
+from jaxtrain.methods.method import Method, within
 from jaxtrain.ops.attention import branch_shares
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, combine, map_named, named_leaves, partition
+from jaxtrain.tree import PyTree, combine, map_named, named_leaves
 
 # What metrics of all members are called, and the number of the best in an evaluation.
 ALL, BEST = "members/", "best/member"
@@ -218,8 +218,7 @@ def populate(
                 whole = dataclasses.replace(before, params=combine(before.params, shared))
                 with numbers_of(member["numbers"]):
                     after, metrics = step(whole, batch)
-                mine = named_leaves(before.params)
-                params, _ = partition(lambda name, _: name in mine, after.params)
+                params, _ = split_like(before.params, after.params)
                 return dataclasses.replace(after, params=params), metrics
 
             kept = state.method
@@ -341,15 +340,10 @@ def lineage(parents_EP: Sequence[Sequence[int]], member: int) -> list[int]:
     return line[::-1]
 
 
-@contextlib.contextmanager
-def numbers_of(numbers: Mapping[str, Any]) -> Iterator[None]:
+def numbers_of(numbers: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Sets the numbers, such as traced ones of a member, that an optimizer of :func:`follow` is
     made of within."""
-    token = _numbers.set(numbers)
-    try:
-        yield
-    finally:
-        _numbers.reset(token)
+    return within(_numbers, numbers)
 
 
 def _listed(words: str) -> list[float]:

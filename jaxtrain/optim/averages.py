@@ -12,7 +12,7 @@ from jaxtrain.optim.numerics import check_number
 from jaxtrain.optim.reports import nodes
 from jaxtrain.sharding.offload import on_devices
 from jaxtrain.state import TrainState
-from jaxtrain.tree import map_named, named_leaves, to_accum_dtype
+from jaxtrain.tree import PyTree, map_named, named_leaves, to_accum_dtype
 
 
 class AverageState(NamedTuple):
@@ -77,6 +77,11 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def keeps_averages(opt_state: PyTree) -> bool:
+    """Returns whether :func:`ema` is in use."""
+    return bool(nodes(opt_state, _averages))
+
+
 def averaged(state: TrainState) -> TrainState:
     """Returns the state, which may be traced, with the averages that :func:`ema` keeps in place of
     its parameters.
@@ -84,9 +89,13 @@ def averaged(state: TrainState) -> TrainState:
     A parameter without one (a frozen one), and a state without any, stays as it is. The averages
     come in the dtypes of the parameters, and lie as the optimizer state does.
     """
-    kept = nodes(state.opt_state, lambda node: isinstance(node, AverageState))
+    kept = nodes(state.opt_state, _averages)
     average = {name: x for node in kept for name, x in named_leaves(on_devices(node.ema)).items()}
     params = map_named(
         lambda name, p: average[name].astype(p.dtype) if name in average else p, state.params
     )
     return dataclasses.replace(state, params=params)
+
+
+def _averages(node: Any) -> bool:
+    return isinstance(node, AverageState)

@@ -176,7 +176,7 @@ class Server(Hook):
                     f"the run has {what}, and its gradients are those of other processes: {mend}"
                 )
         abstract = build.make_abstract_state(experiment, mesh)
-        still = frozenset(frozen(abstract.opt_state))
+        still = frozen(abstract.opt_state)
         gradient = functools.partial(gradient_of(experiment), frozen=still)
         sums = jax.eval_shape(gradient, abstract.params, experiment.data.batch, abstract.rng)
         self._stream = lambda start: experiment.train_batches(start, batch_sharding(mesh))
@@ -193,7 +193,7 @@ class Server(Hook):
     def on_step(self, step: int, state: TrainState) -> None:
         """Gives the parameters out, for workers to read."""
         rng, params = jax.device_get((jax.random.key_data(state.rng), state.params))
-        self._read = self._ray.put(Read(step, params, rng, frozenset(frozen(state.opt_state))))
+        self._read = self._ray.put(Read(step, params, rng, frozen(state.opt_state)))
         self._step = step
 
     on_start = on_step
