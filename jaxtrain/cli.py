@@ -31,6 +31,7 @@ from jaxtrain.hf import export_command as export
 from jaxtrain.hf import shrink_command as shrink
 from jaxtrain.host import output, quiet
 from jaxtrain.host.paths import check_on_disk
+from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.landscape import command as landscape
 from jaxtrain.layout import Layout
 from jaxtrain.planning import by_layer, nearest_fit, search
@@ -38,7 +39,7 @@ from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.predict import command as predict
 from jaxtrain.run import launch, parameter_server, replay
-from jaxtrain.run.main import Config, build_experiment, load_config, simulate_devices, typed_fields
+from jaxtrain.run.main import Config, build_experiment, load_config, typed_fields
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report

@@ -25,12 +25,14 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import jax
 
 from jaxtrain.compare import parity
+from jaxtrain.host.simulated import thread_setting
 
 # These programs run for microseconds: what counts is how long the compiler takes. Of the newer
 # emitters that is three times as long. XLA_FLAGS= in the environment keeps XLA's own choices.
 parity.set_flags(parity.QUICK)
 
 jax.config.update("jax_num_cpu_devices", 8)
+os.environ.setdefault(*thread_setting(8))
 # What a test here compiles, it compiles: not every analysis survives the way through a file.
 jax.config.update("jax_enable_compilation_cache", False)
 # Programs that the tests start share what they compile, and leave the user's own cache alone.

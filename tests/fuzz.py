@@ -22,6 +22,7 @@ import optax
 
 import jaxtrain as jt
 from jaxtrain.compare.parity import worst
+from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.layout import Layout
 from jaxtrain.ops.grouped import expert_mlp
 from jaxtrain.ops.routing import route
@@ -292,8 +293,7 @@ def main(run=run, about=__doc__, devices=DEVICES) -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--case", type=int, nargs="+", help="these and no others")
     options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
+    simulate_devices(devices)
     end, tried, wrong, refused = time.monotonic() + options.seconds, 0, 0, 0
     for number in options.case or itertools.count(options.seed * 1_000_000):
         if options.case is None and time.monotonic() > end:

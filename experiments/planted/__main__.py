@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from experiments.planted import BUGS, look
-from jaxtrain.run.main import simulate_devices
+from jaxtrain.host.simulated import simulate_devices
 
 
 def main(names: Sequence[str]) -> int:

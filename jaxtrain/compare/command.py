@@ -19,7 +19,8 @@ from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes, human_count
 from jaxtrain.host.paths import as_path, json_text, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
-from jaxtrain.run.main import flag_word, load_config, load_experiment, simulate_devices
+from jaxtrain.host.simulated import simulate_devices
+from jaxtrain.run.main import flag_word, load_config, load_experiment
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxtrain.compare.capabilities import Capability, Together, capabilities, to
 from jaxtrain.compare.compose import Cell
 from jaxtrain.compare.composition import added, markdown, read, said, write
 from jaxtrain.host.paths import check_on_disk
-from jaxtrain.run.main import simulate_devices
+from jaxtrain.host.simulated import simulate_devices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,13 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import hub
 from jaxtrain.host import quiet
 from jaxtrain.host.paths import as_path, exists, read_json
+from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.layout import MeshShape
 from jaxtrain.models import decoder
 from jaxtrain.ops.linear import Dora, LowRank, kernel_rules
 from jaxtrain.ops.packed import Kind
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
-from jaxtrain.run.main import simulate_devices
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.tree import is_a, path_name

@@ -21,6 +21,7 @@ from jaxtrain.host import distributed, exit_codes, output
 from jaxtrain.host.exit_codes import PEER_LOST
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path
+from jaxtrain.host.simulated import thread_setting
 
 _POLL_SECONDS = 0.05
 # How long the last output of a process that has ended is waited for.
@@ -152,11 +153,9 @@ def process_settings(options: LaunchOptions, environ: Mapping[str, str]) -> list
         # Lines appear as they are printed, though the output is no terminal.
         "PYTHONUNBUFFERED": "1",
     }
-    if options.simulate_devices_per_process:
-        common |= {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(options.simulate_devices_per_process),
-        }
+    if devices := options.simulate_devices_per_process:
+        common |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        common |= dict([thread_setting(devices)])
     settings = []
     for local in range(options.processes):
         index = options.host_index * options.processes + local

@@ -30,6 +30,7 @@ from jaxtrain.engines.rounded import rounded
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
+from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.asynchrony import Workers, asynchronous
 from jaxtrain.methods.local_updates import Local, local_updates
@@ -553,9 +554,3 @@ def program_name() -> str:
     """Returns the command that started this program, such as ``python -m experiments.gpt``."""
     spec = sys.modules["__main__"].__spec__
     return f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {sys.argv[0]}"
-
-
-def simulate_devices(count: int) -> None:
-    """Makes JAX see ``count`` CPU devices; before anything else has asked it for devices."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)

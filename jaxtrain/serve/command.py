@@ -28,13 +28,13 @@ from jaxtrain.hf.opening import (
 )
 from jaxtrain.host import distributed, extras, quiet
 from jaxtrain.host.least import check_least
+from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.layout import MeshShape
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.ops.packed import Kind
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.predict.heads import Model
-from jaxtrain.run.main import simulate_devices
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.classify import Classifier
