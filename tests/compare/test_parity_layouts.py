@@ -67,8 +67,8 @@ def slow(*cases):
 # The form, queries per tile of attention, the layout and the pipeline's options.
 CASES = [
     ("shared key heads", 16, "data=2,tensor=4", {}),
-    ("deepseek", 16, "fsdp=2,expert=2,tensor=2", {}),
     *slow(
+        ("deepseek", 16, "fsdp=2,expert=2,tensor=2", {}),
         ("experts", 16, "fsdp=2,expert=2,tensor=2", {}),
         ("gpt oss", 16, "fsdp=2,expert=2,tensor=2", {}),
         ("gpt oss", 4, "context=2,tensor=2,data=2", {}),
@@ -157,8 +157,8 @@ SAME, TIED, PARTS = 1e-4, 2**-8, 1e-2
 @pytest.mark.parametrize(
     ("form", "layout", "options", "bound"),
     [
-        ("shared key heads", "pipe=2", {}, SAME),
         *slow(
+            ("shared key heads", "pipe=2", {}, SAME),
             ("tiles", "pipe=2", INTERLEAVED, SAME),
             ("tiles", "pipe=4", {"remat": "none"}, SAME),
             ("tied", "pipe=2", {"schedule": "gpipe"}, TIED),
@@ -188,6 +188,7 @@ VALUES = (
 )
 
 
+@pytest.mark.slow
 def test_one_experiment_in_natural_order_takes_any_layout_as_a_value():
     """Of five layers and by LAMB, whose norms are of each: the layout cuts both."""
     built = experiment(dataclasses.replace(GPT2, layers=5)).with_(

@@ -29,6 +29,7 @@ from jaxtrain.compare.parity import worst
 from jaxtrain.models import decoder
 
 
+@pytest.mark.slow
 def test_the_hand_written_step_is_the_same_step():
     model, _ = row.model_and_rows("small")
     model = dataclasses.replace(model, layers=2, width=32, seq_len=16)

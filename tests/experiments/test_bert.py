@@ -76,6 +76,7 @@ def test_a_run_is_gone_on_with_by_its_own_tokenizer(folder, masked, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 def test_classes_are_learned_from_the_masked_run_and_exported(folder, masked, tmp_path, capsys):
     run, out = str(tmp_path / "run"), str(tmp_path / "out")
     flags = [

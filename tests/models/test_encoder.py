@@ -59,7 +59,6 @@ def rows(config):
 @pytest.mark.parametrize(
     ("config", "layout", "policy"),
     [
-        (SMALL, "pipe=2,fsdp=2,tensor=2", "f32"),
         *(
             pytest.param(config, layout, "f32", marks=pytest.mark.slow)
             for config in (MODERN, MEAN)
@@ -75,6 +74,7 @@ def rows(config):
             for config in (SMALL, CLASSES)
             for layout, policy in (
                 ("data=2,fsdp=2,tensor=2", "f32"),
+                ("pipe=2,fsdp=2,tensor=2", "f32"),
                 ("pipe=2,data=2,tensor=2,zero=2", "f32"),
                 ("data=8,zero=3", "f32"),
                 ("data=2,tensor=4", "f32"),

@@ -61,7 +61,7 @@ def errors_on(layout, model, options, policy="f32"):
 
 # The form, queries per tile of attention (of 2, a loop over them), the layout, and options.
 CASES = [
-    ("t5", 16, "fsdp=2,tensor=2", {}),
+    pytest.param("t5", 16, "fsdp=2,tensor=2", {}, marks=SLOW),
     pytest.param("t5", 16, "pipe=2,data=2,tensor=2", INTERLEAVED, marks=SLOW),
     pytest.param("flan", 4, "data=2,fsdp=2,tensor=2", {}, marks=SLOW),
     pytest.param("flan", 2, "pipe=2,fsdp=2,tensor=2", INTERLEAVED, marks=SLOW),

@@ -156,12 +156,13 @@ def test_a_policy_rounds_kernels_of_layers_under_their_old_paths():
         jax.eval_shape(jt.Policy(recipe="fp8", recipe_in="conv").cast_to_compute, params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         {"data": 2, "fsdp": 2, "tensor": 2},
-        pytest.param({"data": 4, "fsdp": 2}, marks=pytest.mark.slow),
-        pytest.param({"pipe": 2, "data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        {"data": 4, "fsdp": 2},
+        {"pipe": 2, "data": 2, "tensor": 2},
     ],
 )
 def test_rows_of_eight_bits_train_alike_on_every_mesh(layout):

@@ -364,6 +364,7 @@ sys.exit(cli.main("plan experiments.gpt --target h100:1x2 --search --layers 1 --
 """
 
 
+@pytest.mark.slow
 def test_a_search_that_is_stopped_prints_what_it_has_found():
     command = [sys.executable, "-c", STOPPED]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
