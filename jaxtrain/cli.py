@@ -38,7 +38,7 @@ from jaxtrain.planning import by_layer, nearest_fit, search
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
 from jaxtrain.predict import command as predict
-from jaxtrain.run import launch, parameter_server, replay
+from jaxtrain.run import launch, parameter_server, replay, verify
 from jaxtrain.run.main import Config, build_experiment, load_config, typed_fields
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
@@ -235,6 +235,37 @@ def run_replay(options: ReplayOptions, rest: list[str]) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class VerifyOptions:
+    """Checks the receipts of a run made with --receipt: the chain and the checkpoints that are
+    kept, or with --segment the chain and that these steps give the same bits when repeated here.
+
+    All other flags go to the experiment, in the place of the run's: another mesh, say. Nothing in
+    the run's folder changes. The exit status is 1 where something is not as its receipt has it.
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run's folder."""
+    segment: int | None = None
+    """Segment to repeat, as numbered in the output without this flag."""
+    module: str | None = None
+    """The run's experiment, such as experiments.gpt. The run's folder names it too, but no code is
+    run because a file says so."""
+
+
+def run_verify(options: VerifyOptions, rest: list[str]) -> int:
+    """Prints what holds and, on lines of its own, what does not; 1 where anything does not."""
+    if options.segment is None and rest:
+        raise ValueError(f"{rest[0]} is a flag of the experiment: give --segment too")
+    if options.segment is None:
+        lines, faults = verify.check_run(options.run_dir)
+    else:
+        given = {"module": options.module, "flags": rest}
+        lines, faults = verify.repeat(options.run_dir, options.segment, **given)
+    terminal.print_lines([*lines, *(f"NOT as its receipt: {fault}" for fault in faults)])
+    return 1 if faults else 0
+
+
+@dataclasses.dataclass(frozen=True)
 class PlanOptions:
     """Compiles an experiment's train step for a TPU, GPU or CPU target, none of which need be here,
     and says whether it fits, what it communicates along which axis, and what bounds its speed.
@@ -362,6 +393,7 @@ COMMANDS = {
     "noise": Command(noise.NoiseOptions, noise.run_noise, passes_on=True),
     "runs": Command(runs.RunsOptions, runs.run_runs),
     "replay": Command(ReplayOptions, run_replay),
+    "verify": Command(VerifyOptions, run_verify, passes_on=True),
     "landscape": Command(landscape.LandscapeOptions, landscape.run_landscape, passes_on=True),
     "tokenize": Command(data.TokenizeOptions, data.run_tokenize),
     "data": Command(data.DataOptions, data.run_data),

@@ -292,7 +292,7 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str | N
     if directory is None:
         if (cache := cache_folder()) is None:
             return None
-        directory = cache / "programs" / _processor()
+        directory = cache / "programs" / processor()
         # In a thread, for over a network thousands of files take seconds to look at.
         room = (directory, PROGRAM_BYTES)
         threading.Thread(target=delete_oldest, args=room, daemon=True).start()
@@ -300,7 +300,7 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str | N
     return str(directory)
 
 
-def _processor() -> str:
+def processor() -> str:
     """A short name for the instruction set that this machine's CPU programs are compiled for."""
     try:
         text = pathlib.Path("/proc/cpuinfo").read_text()

@@ -32,9 +32,10 @@ OWNER, CONFIG, CHANGES, LOG = "owner.json", "config.json", "changes.jsonl", "log
 EVENTS, HEARTBEAT, HANG = "events.jsonl", "heartbeat.json", "hang-process-{}.txt"
 STOPPED, LANDSCAPE, REPORT, PICTURE = "stopped.json", "landscape.json", "report.html", "report.png"
 CSV, PROMETHEUS, UPDATES = "metrics.csv", "metrics.prom", "updates.jsonl"
+RECEIPTS = "receipts.jsonl"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 FILES = (OWNER, CONFIG, CHANGES, LOG, EVENTS, HEARTBEAT, STOPPED, LANDSCAPE, REPORT, PICTURE)
-FILES += (CSV, PROMETHEUS, UPDATES)
+FILES += (CSV, PROMETHEUS, UPDATES, RECEIPTS)
 # In owner.json, while an earlier run is being deleted.
 OVERWRITING = "overwriting"
 # After so long without owner.json the folder has gone, and its place is not to be taken.

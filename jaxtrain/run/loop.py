@@ -44,6 +44,7 @@ from jaxtrain.run.observe.sampling import Sampling
 from jaxtrain.run.observe.summary import header_facts, print_conclusion
 from jaxtrain.run.observe.writers import Fanout, Writer, make_writers
 from jaxtrain.run.options import RunOptions
+from jaxtrain.run.receipts import Receipts
 from jaxtrain.run.survive.diagnosis import make_diverged
 from jaxtrain.run.survive.peer_group import PeerGroup, open_peer_group
 from jaxtrain.run.survive.preemption import Preempted, ending_at_sigterm, stopping_at_signals
@@ -313,7 +314,9 @@ def _fit(
         )
         stack.enter_context(storage.restartable())
         stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
-        saving, early = Saving(run, checkpoints), EarlyStopping(run)
+        noted = (owner.path, experiment.stack, metadata.config, run.progress.note)
+        receipts = Receipts(*noted) if options.receipt else None
+        saving, early = Saving(run, checkpoints, receipts), EarlyStopping(run)
         evaluation, end = Evaluation(run, experiment, [saving, early, *hooks]), None
         if start < run.steps:
             early.recall(start)
@@ -328,7 +331,11 @@ def _fit(
         if start < run.steps and end is None:
             lies = build.stream_shardings(experiment, mesh)
             batches = stack.enter_context(experiment.train_batches(start, lies))
-            state, end = _train(run, train, state, batches, [evaluation, saving], hooks, early)
+            built_in = [evaluation, saving]
+            if receipts is not None:
+                receipts.begin(start, state)
+                batches, built_in = receipts.watched(batches), [receipts, *built_in]
+            state, end = _train(run, train, state, batches, built_in, hooks, early)
         means = _finish(run, state, end, evaluation, saving)
         end = end or stopped or Ending(DONE, int(state.step))
         stopped, lines = end.reason, []

@@ -65,6 +65,8 @@ class RunOptions:
       best_mode: Direction of best_metric: whether its smallest or its largest value is the best.
       save_frozen: Write frozen parameters into checkpoints too. Otherwise these have the checksums
         alone, and a resumed run takes the parameters from where it began.
+      receipt: Add a receipt to receipts.jsonl with every save, each bound to the one before by a
+        hash; `jaxtrain verify RUN` checks them, and repeats any segment whose checkpoints are kept.
       keep: Newest checkpoints to keep; the best ones are kept as well.
       keep_best: Best checkpoints to keep.
       handle_signals: Save and exit with code 75 on SIGTERM and SIGINT; a second one stops at once.
@@ -101,6 +103,7 @@ class RunOptions:
     best_metric: str | None = None
     best_mode: Literal["min", "max"] | None = None
     save_frozen: bool = True
+    receipt: bool = False
     keep: int = 3
     keep_best: int = 1
     handle_signals: bool = True

@@ -10,10 +10,12 @@ import math
 from collections.abc import Sequence
 
 from etils import epath
+from jax.sharding import Mesh
 
 from jaxtrain import build
 from jaxtrain.experiment import Experiment
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
+from jaxtrain.run.checkpoints.reader import Reader
 from jaxtrain.run.folder import CHECKPOINTS, CONFIG
 from jaxtrain.run.loop import train_loop
 from jaxtrain.run.main import experiment_module, parse
@@ -21,6 +23,7 @@ from jaxtrain.run.observe import terminal
 from jaxtrain.run.provenance import from_plain, nested, read_record
 from jaxtrain.run.survive.diagnosis import Diagnosis, diagnose
 from jaxtrain.sharding.rules import batch_sharding
+from jaxtrain.state import TrainState
 
 # Leaves to list where all are finite.
 LARGEST = 10
@@ -75,14 +78,7 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnos
     mesh = build.make_experiment_mesh(experiment)
     checkpoints = Checkpointer(epath.Path(run_dir) / CHECKPOINTS)
     from_step = max((s for s in checkpoints.steps() if s < step), default=None)
-    if from_step is None:
-        state = build.make_state(experiment, mesh)
-    else:
-        state = build.restore_state(
-            experiment,
-            build.make_abstract_state(experiment, mesh),
-            functools.partial(checkpoints.restore, step=from_step),
-        )
+    state = state_of(experiment, mesh, checkpoints, from_step)
     start = int(state.step)
     origin = "the seed" if from_step is None else f"checkpoint {from_step}"
     terminal.print_lines([f"replaying steps {start + 1} to {step} of {run_dir} from {origin}"])
@@ -92,6 +88,17 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnos
             calls = {"steps": step - 1, "steps_per_call": experiment.layout.steps_per_call}
             state = train_loop(train, state, batches, **calls)
         return diagnose(experiment, mesh, state, next(batches))
+
+
+def state_of(
+    experiment: Experiment, mesh: Mesh, checkpoints: Reader, step: int | None
+) -> TrainState:
+    """Returns the state that a run saved after a step, or for None the one that its seed makes."""
+    if step is None:
+        return build.make_state(experiment, mesh)
+    abstract = build.make_abstract_state(experiment, mesh)
+    read = functools.partial(checkpoints.restore, step=step)
+    return build.restore_state(experiment, abstract, read)
 
 
 def report(diagnosis: Diagnosis, step: int) -> list[str]:

@@ -233,6 +233,17 @@ def describe(name: str, leaf: Any) -> dict[str, Any]:
     return entry
 
 
+def placeholder(entry: Mapping[str, Any]) -> Any:
+    """Returns a leaf of an entry's kind, for the host, that has no memory of its own."""
+    if "value" in entry:
+        return decode(entry)
+    shape = tuple(entry["shape"])
+    if "impl" in entry:
+        make = functools.partial(jax.random.key, 0, impl=entry["impl"])
+        return jax.ShapeDtypeStruct(shape, jax.eval_shape(make).dtype)
+    return np.broadcast_to(np.zeros((), jnp.dtype(entry["dtype"])), shape)
+
+
 def kind(entry: Mapping[str, Any]) -> str:
     """Names what an entry is, for error messages: ``float32(3, 4)``."""
     if "value" in entry:

@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -106,6 +106,13 @@ class Reader:
         """Returns the shape of each array saved with ``step`` (None: the latest), by its path."""
         saved = self._folders.json(self._resolve(step), "manifest")["leaves"]
         return {path: tuple(leaf["shape"]) for path, leaf in saved.items() if "shape" in leaf}
+
+    def leaves(self, step: int) -> Iterator[tuple[str, Any]]:
+        """Yields the arrays and numbers of a checkpoint by their paths, on the host, one at a time;
+        those that were left out of it are passed over. Raises as :meth:`restore` does."""
+        for path, entry in self._folders.json(step, "manifest")["leaves"].items():
+            if not manifests.is_left_out(entry):
+                yield path, self.restore_part({path: manifests.placeholder(entry)}, step)[path]
 
     def restore(self, abstract_state: Any, step: int | None = None, *, base: Base | None = None):
         """Reads a checkpoint into the structure, shardings and dtypes of ``abstract_state``.

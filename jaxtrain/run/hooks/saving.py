@@ -18,6 +18,7 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
 from jaxtrain.run.context import Run
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.observe.journal import CHECKPOINT, SAVE_FAILED
+from jaxtrain.run.receipts import Receipts
 from jaxtrain.state import TrainState
 
 # With several processes, steps at least between two looks at the clock, for the first one tells the
@@ -39,13 +40,18 @@ class Saving(Hook):
 
     A checkpoint that cannot be written is said, once for a time of failures, and made again a
     minute later. Where the cause is none that passes (rights, a path), the third failure in a row
-    ends the run.
+    ends the run. Each save that begins has a receipt, where there are any.
     """
 
     def __init__(
-        self, run: Run, checkpoints: Checkpointer, clock: Callable[[], float] = time.monotonic
+        self,
+        run: Run,
+        checkpoints: Checkpointer,
+        receipts: Receipts | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.run, self.checkpoints, self.clock = run, checkpoints, clock
+        self.receipts = receipts
         self.evaluated: tuple[int, Mapping[str, float]] = (-1, {})
         self.saved_at = clock()
         self.writing: tuple[int, float] | None = None
@@ -203,6 +209,8 @@ class Saving(Hook):
         )
         if started:
             self.writing = (step, since)
+            if self.receipts is not None:
+                self.receipts.saved(step, state)
 
     def _is_time(self, step: int) -> bool:
         """Whether the clock asks for a save; now and then sees how the one before has ended."""

@@ -10,6 +10,7 @@ from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.run import receipts
 from jaxtrain.run.folder import PICTURE, REPORT
 from jaxtrain.run.observe.goodput import spent
 from jaxtrain.run.observe.report import lineage, rates
@@ -78,6 +79,8 @@ def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
         tests = rates.found(records[0])
         lines += [f"rates        {test.text}" for test in tests]
         lines += [f"lineage      {text}" for text in lineage.found(records[0])]
+        if (chain := records[0].receipts) and not receipts.check(chain):
+            lines.append(f"receipts     {receipts.describe(chain)}")
         lines += [f"diagnosis    {each}" for each in diagnose(records[0])]
         if found := spent(records[0].attempts):
             told = (f"{name} {significant(value, 3):,}" for name, value in found.items())

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from jaxtrain.run import receipts
 from jaxtrain.run.observe import alert_rules, journal
 from jaxtrain.run.observe.goodput import lost_steps
 from jaxtrain.run.observe.metric import Metric
@@ -49,6 +50,7 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         *_attempts(record),
         *_alerts(record),
         *_trackers(record),
+        *_receipts(record),
         *(Finding("look", str(each)) for each in diagnose(record)),
     ]
     if record.unreadable:
@@ -183,6 +185,14 @@ def _trackers(record: Record) -> list[Finding]:
         for line in record.happened(journal.TRACKER)
         if isinstance(line.get("dropped"), int) and line["dropped"]
     ]
+
+
+def _receipts(record: Record) -> list[Finding]:
+    if not record.receipts:
+        return []
+    if faults := receipts.check(record.receipts):
+        return [Finding("bad", f"The chain of receipts is broken: {'; '.join(faults[:3])}.")]
+    return [Finding("good", receipts.describe(record.receipts))]
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,8 @@ from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists, is_folder, json_object, read_if_there
-from jaxtrain.run.folder import CHANGES, CONFIG, EVENTS, HEARTBEAT, LOG, OWNER, STOPPED
+from jaxtrain.run import receipts
+from jaxtrain.run.folder import CHANGES, CONFIG, EVENTS, HEARTBEAT, LOG, OWNER, RECEIPTS, STOPPED
 from jaxtrain.run.observe import goodput, journal
 from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.throughput import PARTS
@@ -57,6 +58,7 @@ class Record:
       events: the lines of its journal.
       heartbeat: its last sign of life; empty where there is none.
       step_times: how many steps took how long, over all attempts (``Throughput.times``).
+      receipts: the lines of its chain of receipts; none where it has none.
       unreadable: lines of the log, before the last, that are no record.
     """
 
@@ -74,6 +76,7 @@ class Record:
     step_times: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     stopped: str | None = None
     vectors: dict[str, Series] = dataclasses.field(default_factory=dict)
+    receipts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -176,6 +179,7 @@ def read_run(path: epath.Path, name: str) -> Record:
         attempts=goodput.attempts(states),
         step_times=_step_times(states),
         stopped=json_object(texts[STOPPED]).get("reason"),
+        receipts=receipts.parse(texts[RECEIPTS]),
     )
 
 
@@ -186,7 +190,7 @@ def _texts(path: epath.Path) -> dict[str, str]:
     # A line that is being written may end within a character.
     return {
         name: read_if_there(path / name).decode(errors="replace")
-        for name in (LOG, CONFIG, CHANGES, STOPPED, EVENTS, HEARTBEAT)
+        for name in (LOG, CONFIG, CHANGES, STOPPED, EVENTS, HEARTBEAT, RECEIPTS)
     }
 
 
