@@ -147,7 +147,7 @@ def local_updates(experiment: Any, local: Local) -> Any:
 
         return all_replicas
 
-    own = {"method": Method(local_updates, start=start)}
+    own = {"method": Method(local_updates, start=start, every=local.every)}
     if local.proximal:
         own["optimizer"] = with_pull(experiment.optimizer, local.proximal)
     return experiment.with_(**own)

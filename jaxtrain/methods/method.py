@@ -29,6 +29,8 @@ class Method:
       evaluation: ``step -> step``, applied to the evaluation of a batch before it is compiled.
       shown: ``(state, means) -> (state, means, lines)``, what a run is concluded from by its last
         evaluation, and lines to print before.
+      every: steps from one meeting of replicas to the next, where they send nothing but scalars
+        between meetings (``plan`` says how long those take); None for other methods.
       facts, fingerprints: what it adds to those of :class:`jaxtrain.experiment.Metadata`.
 
     >>> import jax, optax
@@ -46,6 +48,7 @@ class Method:
     batches: Callable[[Any], Any] = lambda stream: stream
     evaluation: Callable[[Callable], Callable] = lambda step: step
     shown: Callable[..., tuple[TrainState, Any, list[str]]] = lambda *found: (*found, [])
+    every: int | None = None
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

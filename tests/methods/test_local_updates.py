@@ -16,6 +16,9 @@ from jaxtrain.methods.meeting import RATES
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
 from jaxtrain.planning.ahead_of_time import explain
+from jaxtrain.planning.hlo import read_program
+from jaxtrain.planning.meetings import meetings_of
+from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.options import RunOptions
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.tree import named_leaves
@@ -213,6 +216,8 @@ def test_nothing_is_sent_between_meetings_and_then_the_parameters_once():
     found = sent(text)
     assert size <= found[True] <= 1.02 * size + 64
     assert found[False] < 256  # of metrics and weights
+    meeting = meetings_of(read_program(text, mesh), parse_target("cpu:4"), 8)
+    assert 1.5 * size <= meeting.fast <= 1.53 * size + 8 * 256  # by a ring of four
     plain = experiment(mesh={"data": 4})
     text = build.compile_train(plain, build.make_abstract_state(plain, mesh), mesh)
     assert sent(text.compiled.as_text())[False] > size / 2  # a layer of the loop is counted once
