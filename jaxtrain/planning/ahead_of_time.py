@@ -293,7 +293,9 @@ def as_scheduled(roofline: Prediction, program: Program, target: Target, steps: 
     """The prediction with what the schedule of a program of so many steps leaves exposed."""
 
     def seconds(collective: Collective) -> tuple[float, float]:
-        return wire_seconds(collective.kind, collective.sent, collective.crossing, target.chip)
+        # Of one execution: the timeline weighs its branch itself.
+        alone = dataclasses.replace(collective, share=1.0)
+        return wire_seconds(alone.kind, alone.sent, alone.crossing, target.chip)
 
     products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
     times = {"products": steps * products, "others": steps * others}
