@@ -25,10 +25,11 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.engines.compressed import INT8, exchanged, two_stages, whole
-from jaxtrain.engines.members import at, each, own_part, split_like
+from jaxtrain.engines.members import AXIS, at, each, own_part, split_like
 from jaxtrain.host.least import check_least, given
 from jaxtrain.methods.meeting import (
     Meeting,
@@ -45,9 +46,9 @@ from jaxtrain.methods.method import Method, Step
 from jaxtrain.ops.attention import branch_shares
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.placement import specs_of
-from jaxtrain.sharding.stack import Stack
+from jaxtrain.sharding.stack import Stack, of_model
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, combine, map_named, named_leaves
+from jaxtrain.tree import PyTree, combine, map_named, named_leaves, owner_of, path_name
 
 # Share of what a replica has come to, where what a meeting gives is taken up late.
 MIX = 0.5
@@ -74,6 +75,9 @@ class Local(Meeting):
     delay: int = 0
     """Number of steps after which the result of a meeting is taken up, half and half with what a
     replica has come to by then (the overlap of streaming DiLoCo)."""
+    inner: Literal["kept", "reset"] = "kept"
+    """State of a replica's own optimizer after a meeting: kept, or as at the beginning, except the
+    count of its schedule."""
     flag: ClassVar[str] = "local"
 
     def __post_init__(self) -> None:
@@ -88,6 +92,11 @@ class Local(Meeting):
             raise ValueError(
                 f"`local.fragments` is {self.fragments} and `local.every` {self.every}: give at "
                 "most one fragment for each step"
+            )
+        if self.inner == "reset" and self.fragments > 1:
+            raise ValueError(
+                f"`local.inner` is reset and `local.fragments` {self.fragments}, which meet at "
+                "different steps and share the counts of an optimizer: give 1 fragment, or kept"
             )
         if self.delay >= self.every:
             raise ValueError(
@@ -134,6 +143,50 @@ def local_updates(experiment: Any, local: Local) -> Any:
         rest = {"opt_state": (), "loss_scale": None, "memory": None}
         return dataclasses.replace(state, **rest, method=method)
 
+    def after(meeting: Callable[[TrainState], TrainState]) -> Callable[[TrainState], TrainState]:
+        if local.inner == "kept":
+            return meeting
+
+        def begun_anew(state: TrainState) -> TrainState:
+            state = meeting(state)
+            with of_model((experiment.stack, False)):
+                fresh = experiment.laid.optimizer.init(state.params)
+            members = state.method["members"]
+            opt_state = _anew(members.opt_state, fresh, state.params)
+            members = dataclasses.replace(members, opt_state=opt_state)
+            return dataclasses.replace(state, method=state.method | {"members": members})
+
+        return begun_anew
+
+    def regroup(state: TrainState, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        then = shapes.get("method/weight", (R,))[0]
+        if then == R:
+            return None
+
+        def as_saved(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            mesh, spec = x.sharding.mesh, x.sharding.spec
+            spec = spec if then % mesh.shape[AXIS] == 0 else P(None, *spec[1:])
+            place = NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct((then, *x.shape[1:]), x.dtype, sharding=place)
+
+        def change(saved: TrainState) -> TrainState:
+            """All begin where they last met; a count of an optimizer is the first replica's."""
+            count_or_mean = lambda x: (  # noqa: E731
+                x.mean(0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x[0]
+            )
+            of_all = saved.method["members"]
+            one = at(dataclasses.replace(of_all, opt_state=None, params=None), 0)
+            opt_state = jax.tree.map(count_or_mean, of_all.opt_state)
+            one = dataclasses.replace(one, opt_state=opt_state, params=saved.params)
+            began = start(dataclasses.replace(one, model_state=saved.model_state, rng=saved.rng))
+            kept = {name: saved.method[name] for name in saved.method if name == "outer"}
+            return dataclasses.replace(saved, method=began.method | kept)
+
+        kept = state.method
+        of_all = jax.tree.map(as_saved, (kept["members"], kept["weight"]))
+        kept = kept | dict(zip(("members", "weight"), of_all, strict=True))
+        return dataclasses.replace(state, method=kept), change
+
     def local_updates(step: Step) -> Step:
         def one(member: TrainState, batch: PyTree, shared: PyTree) -> tuple[TrainState, Any]:
             with pulled_to(shared):
@@ -157,14 +210,15 @@ def local_updates(experiment: Any, local: Local) -> Any:
                 at_once = (now <= local.after) | (now == experiment.steps)
                 is_time = turn % local.every == 0
                 of = (number, piece, local)
-                meet, same = functools.partial(_meet, *of), lambda state: state
+                meet, same = after(functools.partial(_meet, *of)), lambda state: state
                 with branch_shares(local.every - 1, 1):
                     if not local.delay:
                         state = jax.lax.cond(at_once | is_time, meet, same, state)
                         continue
                     comes = at_once | ((turn - local.delay) % local.every == 0)
                     comes &= kept["sent"][number]
-                    state = jax.lax.cond(comes, functools.partial(_take_up, *of), same, state)
+                    take = after(functools.partial(_take_up, *of))
+                    state = jax.lax.cond(comes, take, same, state)
                 which = jnp.where(at_once, 2, is_time.astype(int))
                 with branch_shares(local.every - 1, 1, 0):
                     ways = same, functools.partial(_send, *of), meet
@@ -173,7 +227,7 @@ def local_updates(experiment: Any, local: Local) -> Any:
 
         return all_replicas
 
-    own = {"method": Method(local_updates, start=start, every=local.every)}
+    own = {"method": Method(local_updates, start=start, regroup=regroup, every=local.every)}
     if local.proximal:
         own["optimizer"] = with_pull(experiment.optimizer, local.proximal)
     return experiment.with_(**own)
@@ -225,6 +279,21 @@ def _put(params: PyTree, piece: Piece, values: Mapping[str, jax.Array], *, lead:
         return jax.lax.dynamic_update_slice_in_dim(x, new, piece[name].start, lead)
 
     return map_named(put, params)
+
+
+def _anew(states: PyTree, fresh: PyTree, params: PyTree) -> PyTree:
+    """States [R, ...] of an optimizer in which each node that has numbers of parameters is fresh,
+    with its counts; a schedule, which has none, goes on."""
+
+    def node(path: tuple) -> tuple:
+        fields = [i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)]
+        return path[: fields[-1]] if fields else path
+
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(fresh)]
+    names = named_leaves(params)
+    moments = {node(path) for path in paths if owner_of(path_name(path), names) is not None}
+    pick = lambda path, x, new: jnp.broadcast_to(new, x.shape) if node(path) in moments else x  # noqa: E731
+    return jax.tree_util.tree_map_with_path(pick, states, fresh)
 
 
 def _meet(number: int, piece: Piece, local: Local, state: TrainState) -> TrainState:

@@ -160,8 +160,9 @@ def defined(start, rows, steps, rate, local):
                         scale = np.sqrt(v / (1 - 0.99**t)) + 1e-3
                         new = anchor[n] - eta * (m / (1 - 0.9**t)) / scale
                     anchor[n], outer[n] = new, [m, v, t]
-                    for each in own:
+                    for each, moments in zip(own, inner, strict=True):
                         each[n] = mix * each[n] + (1 - mix) * new
+                        moments[n] *= local.inner == "kept"
     return anchor
 
 
@@ -170,6 +171,7 @@ def defined(start, rows, steps, rate, local):
     [
         Local(replicas=4, every=3, outer="nesterov", fragments=2, proximal=0.3, after=1),
         Local(replicas=4, every=3, outer="nesterov", fragments=2, delay=1, after=1),
+        pytest.param(Local(replicas=4, every=3, inner="reset"), marks=pytest.mark.slow),
         pytest.param(Local(replicas=4, every=4, delay=3, outer="sgd"), marks=pytest.mark.slow),
         pytest.param(Local(replicas=2, every=3), marks=pytest.mark.slow),
         pytest.param(Local(replicas=4, every=2, outer="adam", rate=0.1), marks=pytest.mark.slow),
@@ -202,6 +204,45 @@ def test_what_is_frozen_is_not_pulled_and_weights_may_be_negative():
     found, metrics, _ = trained(mirrored, 1, rows, FAST)
     np.testing.assert_allclose(found.params["a"], state.params["a"], rtol=1e-6)
     np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-6)
+
+
+def test_a_run_is_resumed_with_another_number_of_replicas(tmp_path):
+    laid = lambda made, data: made.with_(**problems.with_layout({"mesh": {"data": data}}))  # noqa: E731
+    _, rows, four = linear(replicas=4, every=3, outer="nesterov", delay=1)
+    before, _, _ = trained(laid(four, 4), 4, rows, FAST)
+    with jt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(8, before)
+        two = laid(linear(replicas=2, every=3, outer="nesterov", delay=1)[2], 2)
+        mesh = build.make_experiment_mesh(two, jax.devices()[:2])
+        abstract = build.make_abstract_state(two, mesh)
+        shapes = checkpoints.shapes()
+        state = build.restore_state(two, abstract, checkpoints.restore, shapes)
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, state, abstract))
+    members, then = state.method["members"], before.method["members"]
+    assert len(members.rng) == 2
+    for name, x in named_leaves(before.params).items():
+        assert np.array_equal(named_leaves(state.params)[name], x)
+        for own in named_leaves(members.params)[name]:
+            assert np.array_equal(own, x)
+    moments = named_leaves(members.opt_state)
+    for name, x in named_leaves(then.opt_state).items():
+        assert x.any(), name
+        np.testing.assert_allclose(moments[name][1], x.mean(0), rtol=1e-6, err_msg=name)
+    for name, x in named_leaves(before.method["outer"]).items():
+        assert np.array_equal(named_leaves(state.method["outer"])[name], x), name
+    assert then.step[0] == members.step[1] == 8
+    assert not state.method["weight"].any()
+    train = build.compile_train(two, state, mesh, compiler_options=FAST)
+    assert np.isfinite(train(state, rows(8))[1]["loss"])
+
+
+def test_moments_begin_anew_at_meetings_and_the_schedule_goes_on():
+    local = Local(replicas=2, every=5, inner="reset")
+    state, _, _ = trained(local_updates(experiment(), local), compiler_options=FAST)
+    moments = named_leaves(state.method["members"].opt_state)
+    counts = {int(x[0]) for name, x in moments.items() if name.endswith("count")}
+    assert counts == {0, STEPS}
+    assert not any(x.any() for name, x in moments.items() if "/mu/" in name or "/nu/" in name)
 
 
 def sent(text, groups=r"\S+"):
@@ -310,6 +351,7 @@ def test_the_mesh_changes_nothing(axes, delay):
         ({"replicas": 4, "rate": 0.1}, {}, "average, which has no rate"),
         ({"replicas": 4, "every": 2, "fragments": 3}, {}, "`local.fragments` is 3"),
         ({"replicas": 4, "every": 2, "delay": 2}, {}, "`local.delay` is 2"),
+        ({"replicas": 4, "inner": "reset", "fragments": 2}, {}, "`local.inner` is reset"),
         ({"replicas": 0}, {}, "replicas"),
         ({"every": 10}, {}, "there are no replicas"),
         ({"replicas": 4, "outer": "sgd", "momentum": 0.5}, {}, "which has none"),
