@@ -103,18 +103,26 @@ def natural(experiment: Experiment, state: TrainState) -> TrainState:
 
 
 def restore_state(
-    experiment: Experiment, abstract: TrainState, restore: Callable[..., PyTree]
+    experiment: Experiment,
+    abstract: TrainState,
+    restore: Callable[..., PyTree],
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> TrainState:
     """Reads a state that has been saved as :func:`to_checkpoint` returns it.
 
     What was left out of the checkpoint is made as the run has begun with it. ``restore`` reads into
-    the shapes and shardings of :func:`make_abstract_state` (``Checkpointer.restore``).
+    the shapes and shardings of :func:`make_abstract_state` (``Checkpointer.restore``), and
+    ``shapes`` are those of the checkpoint, where a method may have to regroup it.
     """
-    mesh = abstract.step.sharding.mesh
-    return restore(
+    mesh, change = abstract.step.sharding.mesh, None
+    places = jax.tree.map(lambda x: x.sharding, abstract)
+    if shapes is not None and (found := experiment.method.regroup(abstract, shapes)):
+        abstract, change = found
+    state = restore(
         to_checkpoint(experiment, abstract),
         base=lambda: to_checkpoint(experiment, make_state(experiment, mesh)),
     )
+    return state if change is None else jax.jit(change, out_shardings=places)(state)
 
 
 def restore_evaluated(
@@ -127,6 +135,8 @@ def restore_evaluated(
     base = lambda: to_checkpoint(experiment, make_state(experiment, mesh)).params  # noqa: E731
     params = reader.restore_params(wanted.params, step, base=base)
     kept = {name: getattr(wanted, name) for name in ("model_state", "method")}
+    if experiment.method.regroup(abstract, reader.shapes(step)):
+        kept["method"] = None  # of other replicas, whose mean the parameters are
     there = {name: part for name, part in kept.items() if part is not None}
     kept |= reader.restore_part(there, step) if there else {}
     return TrainState(None, params, (), kept["model_state"], None, None, None, None, kept["method"])

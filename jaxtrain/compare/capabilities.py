@@ -426,6 +426,8 @@ def _changes() -> Iterator[Capability]:
     # The outer momentum is of small differences of parameters.
     names = {"called": "local|replica|method", "tolerance": 1e-4}
     yield own("local updates", change=lambda e: local_updates(e, local), **names)
+    late = Local(replicas=2, every=2, outer="nesterov", delay=1)
+    yield own("local updates, delayed", change=lambda e: local_updates(e, late), **names)
     # Adam, which begins anew in each round, blows up the rounding of gradients that are nearly 0.
     names["flags"] = ("--optimizer.name", "sgd")
     names["called"], rounds = (

@@ -90,7 +90,7 @@ def compressed(how: Compress) -> Engine:
     >>> engine.init({"kernel": jnp.ones((3, 4))})["members"]["kernel"].shape
     (2, 3, 4)
     """
-    rules = {"sign": functools.partial(two_stages, SIGN), "powersgd": _whole}
+    rules = {"sign": functools.partial(two_stages, SIGN), "powersgd": whole}
     rules |= {"int8": functools.partial(two_stages, INT8)}
     rule = rules.get(how.name, functools.partial(_largest, how.fraction))
 
@@ -147,13 +147,13 @@ class Parts(NamedTuple):
 Rule = Callable[[Parts, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def _whole(parts: Parts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def whole(parts: Parts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return parts.total(x), jnp.zeros_like(x)
 
 
 def _largest(fraction: float, parts: Parts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if fraction == 1:
-        return _whole(parts, x)
+        return whole(parts, x)
     flat = x.reshape(len(x), -1)
     size = flat.shape[1]
     _, index = jax.lax.top_k(jnp.abs(flat), max(1, round(fraction * size)))
@@ -290,7 +290,7 @@ def exchanged(
         low = {name: _low_rank(parts, x[name], q) for name, q in factors.items() if name in x}
 
         def local(x: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
-            return {n: (rule if y.ndim > 2 else _whole)(parts, y) for n, y in x.items()}
+            return {n: (rule if y.ndim > 2 else whole)(parts, y) for n, y in x.items()}
 
         rest = {name: y for name, y in x.items() if name not in low}
         if specs and (free := free_axes(jax.sharding.get_abstract_mesh())):

@@ -29,6 +29,12 @@ class Method:
       evaluation: ``step -> step``, applied to the evaluation of a batch before it is compiled.
       shown: ``(state, means) -> (state, means, lines)``, what a run is concluded from by its last
         evaluation, and lines to print before.
+      regroup: ``(state, shapes) -> (saved, change) | None``, for a run that is resumed with another
+        number of replicas than that of a checkpoint, whose arrays have these shapes by path:
+        shapes and shardings to read it into, and a pure function ``saved -> state``. None where
+        nothing has to change.
+      every: steps from one meeting of replicas to the next, where they send nothing but scalars
+        between meetings (``plan`` says how long those take); None for other methods.
       facts, fingerprints: what it adds to those of :class:`jaxtrain.experiment.Metadata`.
 
     >>> import jax, optax
@@ -46,6 +52,10 @@ class Method:
     batches: Callable[[Any], Any] = lambda stream: stream
     evaluation: Callable[[Callable], Callable] = lambda step: step
     shown: Callable[..., tuple[TrainState, Any, list[str]]] = lambda *found: (*found, [])
+    regroup: Callable[..., tuple[TrainState, Callable[[TrainState], TrainState]] | None] = (
+        lambda state, shapes: None
+    )
+    every: int | None = None
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -28,6 +28,7 @@ from jaxtrain.planning import estimate
 from jaxtrain.planning.by_layer import parts_of
 from jaxtrain.planning.exposure import exposed_seconds
 from jaxtrain.planning.hlo import Collective, Program, read_program
+from jaxtrain.planning.meetings import between_replicas, meetings_of
 from jaxtrain.planning.report import Explanation, Memory, Plan, Traffic
 from jaxtrain.planning.roofline import Prediction, wire_seconds
 from jaxtrain.planning.targets import Target, parse_target
@@ -216,20 +217,30 @@ def plan_step(
     program = program.per_step(steps_per_call)
     kept = estimated.kept if estimated else {}
     memory = split_memory(train, state, given, target.chip, sum(kept.values()))
-    roofline = None
+    roofline = meetings = None
     if estimated is not None:
         if experiment is not None:
             estimated = estimate.on_critical_path(estimated, experiment, state.params)
         estimated = dataclasses.replace(estimated, slow=slow_parts(mesh))
-        roofline = estimate.predict(
-            estimated, target, None if unread else wires(program.collectives)
-        )
-        if roofline is not None and not unread and mesh.shape.get("pipe", 1) == 1:
-            roofline = as_scheduled(roofline, program, target, steps_per_call)
-        if roofline is not None and target.chip.host_bytes_per_s is not None:
-            # Fetched, and sent back.
-            seconds = 2 * host_bytes(state) / target.chip.host_bytes_per_s
-            roofline = dataclasses.replace(roofline, host=seconds)
+
+        def predicted(program: Program) -> Prediction | None:
+            sent = None if unread else wires(program.collectives)
+            found = estimate.predict(estimated, target, sent)
+            if found is None or unread or mesh.shape.get("pipe", 1) > 1:
+                return found
+            return as_scheduled(found, program, target, steps_per_call)
+
+        roofline = predicted(program)
+    if experiment is not None and (every := experiment.method.every) and not unread:
+        meetings = meetings_of(program, target, every)
+        if roofline is not None:
+            alone = [c for c in program.collectives if not between_replicas(c)]
+            rest = predicted(dataclasses.replace(program, collectives=tuple(alone)))
+            meetings = dataclasses.replace(meetings, step_seconds=rest.step_seconds)
+    if roofline is not None and target.chip.host_bytes_per_s is not None:
+        # Fetched, and sent back.
+        seconds = 2 * host_bytes(state) / target.chip.host_bytes_per_s
+        roofline = dataclasses.replace(roofline, host=seconds)
     params = getattr(state, "params", None)
     gathers = ()
     if params is not None:
@@ -243,6 +254,7 @@ def plan_step(
         parts=parts_of(state, kept, experiment),
         traffic=None if unread else summarize(program.collectives, target),
         collectives=program.collectives,
+        meetings=meetings,
         hbm_bytes=estimated and estimated.cost.hbm_bytes,
         roofline=roofline,
         compile_seconds=train.compile_seconds,
@@ -281,7 +293,9 @@ def as_scheduled(roofline: Prediction, program: Program, target: Target, steps: 
     """The prediction with what the schedule of a program of so many steps leaves exposed."""
 
     def seconds(collective: Collective) -> tuple[float, float]:
-        return wire_seconds(collective.kind, collective.sent, collective.crossing, target.chip)
+        # Of one execution: the timeline weighs its branch itself.
+        alone = dataclasses.replace(collective, share=1.0)
+        return wire_seconds(alone.kind, alone.sent, alone.crossing, target.chip)
 
     products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
     times = {"products": steps * products, "others": steps * others}

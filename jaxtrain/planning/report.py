@@ -14,6 +14,7 @@ from jaxtrain.flops import Flops
 from jaxtrain.host.memory import human_bytes, human_count, human_seconds
 from jaxtrain.planning.by_layer import Part
 from jaxtrain.planning.hlo import Collective
+from jaxtrain.planning.meetings import Meetings
 from jaxtrain.planning.roofline import Prediction, hides
 
 UNKNOWN = "not known"
@@ -118,6 +119,7 @@ class Plan(Report):
       collectives: every one.
       flops: of one step over all devices, counted from the jaxpr.
       flops_formula: by the model's formula, and the formula's name; None where there is none.
+      meetings: what replicas send that meet every so many steps; None without such.
       hbm_bytes: moved by one device per step, an estimate (:class:`.partition.Cost`).
       roofline: the predicted time; None where the chip's peaks are not known.
       peak_flops: of one device for the dtype that most is multiplied in.
@@ -146,6 +148,7 @@ class Plan(Report):
     parts: tuple[Part, ...] = ()
     traffic: tuple[Traffic, ...] | None = None
     collectives: tuple[Collective, ...] = ()
+    meetings: Meetings | None = None
     hbm_bytes: float | None = None
     roofline: Prediction | None = None
     compile_seconds: float | None = None
@@ -195,6 +198,8 @@ class Plan(Report):
             section(console, "predicted time per step", _roofline(self))
             line(console, _prediction(self), indent=2)
             line(console, f"at {self.assumed}", indent=2)
+        if self.meetings is not None:
+            section(console, "meetings of replicas", Text(str(self.meetings)))
         if self.compile_seconds is not None:
             line(console, "")
             line(console, f"compiled in {self.compile_seconds:.1f} s")

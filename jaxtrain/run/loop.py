@@ -282,7 +282,7 @@ def _fit(
             _check_unsaved(run_dir, journal)
         if saved:
             with ledger.phase("restore"):
-                state = build.restore_state(experiment, abstract, checkpoints.restore)
+                state = _restored(experiment, abstract, checkpoints)
         else:
             state = build.make_state(experiment, mesh)
         start = int(state.step)
@@ -511,8 +511,14 @@ def _best(experiment: Experiment, abstract: TrainState, checkpoints: Checkpointe
     if step is None:
         return None
     means = {Metric.of(name).name: x for name, x in checkpoints.metrics(step).items()}
+    return Best(step, means, functools.partial(_restored, experiment, abstract, checkpoints, step))
+
+
+def _restored(
+    experiment: Experiment, abstract: TrainState, checkpoints: Checkpointer, step: int | None = None
+) -> TrainState:
     read = functools.partial(checkpoints.restore, step=step)
-    return Best(step, means, functools.partial(build.restore_state, experiment, abstract, read))
+    return build.restore_state(experiment, abstract, read, checkpoints.shapes(step))
 
 
 def _open_checkpoints(metadata: Metadata, options: RunOptions, run_dir: epath.Path) -> Checkpointer:

@@ -16,6 +16,9 @@ from jaxtrain.methods.meeting import RATES
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
 from jaxtrain.planning.ahead_of_time import explain
+from jaxtrain.planning.hlo import read_program
+from jaxtrain.planning.meetings import meetings_of
+from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.options import RunOptions
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.tree import named_leaves
@@ -105,9 +108,23 @@ def defined(start, rows, steps, rate, local):
     inner = [{n: 0.0 * anchor[n] for n in names} for _ in range(R)]
     first = 1e-6 if local.outer == "yogi" else 0.0  # what optax begins its averages with
     outer = {n: [0.0 * anchor[n] + first, 0.0 * anchor[n] + first, 0] for n in names}
-    seen = np.zeros((R, F))
+    seen, coming, T = np.zeros((R, F)), {}, local.delay
     eta = RATES[local.outer] if local.rate is None else local.rate
+    groups = [names] if F == 1 else [("a",), ("b",)]
+    due = lambda fragment, step: (step + fragment * local.every // F) % local.every == 0  # noqa: E731
+
+    def mean(fragment):
+        share = seen[:, fragment] / seen[:, fragment].sum()
+        seen[:, fragment] = 0
+        return {
+            n: sum(s * each[n] for s, each in zip(share, own, strict=True))
+            for n in groups[fragment]
+        }
+
     for step in range(1, steps + 1):
+        for fragment in range(F) if T else ():
+            if step - 1 > local.after and due(fragment, step - 1):
+                coming[fragment] = step - 1 + T, mean(fragment)
         batch = {n: x.astype(float).reshape(R, -1, *x.shape[1:]) for n, x in rows(step - 1).items()}
         for r in range(R):
             x, y, mask = (batch[n][r] for n in ("x", "y", "mask"))
@@ -119,30 +136,33 @@ def defined(start, rows, steps, rate, local):
                 own[r][n] = own[r][n] - rate * inner[r][n]
             seen[r] += mask.sum()
         # The matrix is the larger one and in the first fragment, the vector in the last.
-        for fragment, group in enumerate([names] if F == 1 else [("a",), ("b",)]):
-            due = (step + fragment * local.every // F) % local.every == 0
-            if not (due or step <= local.after or step == steps):
-                continue
-            share = seen[:, fragment] / seen[:, fragment].sum()
-            for n in group:
-                mean = sum(s * each[n] for s, each in zip(share, own, strict=True))
-                moved, (m, v, t) = anchor[n] - mean, outer[n]
-                if local.outer == "average":
-                    new = mean
-                elif local.outer == "sgd":
-                    new = anchor[n] - eta * moved
-                elif local.outer == "nesterov":
-                    m = moved + local.momentum * m
-                    new = anchor[n] - eta * (moved + local.momentum * m)
-                else:
-                    t, m = t + 1, 0.9 * m + 0.1 * moved
-                    yogi = v - 0.01 * np.sign(v - moved**2) * moved**2
-                    v = yogi if local.outer == "yogi" else 0.99 * v + 0.01 * moved**2
-                    new = anchor[n] - eta * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.99**t)) + 1e-3)
-                anchor[n], outer[n] = new, [m, v, t]
-                for each in own:
-                    each[n] = new.copy()
-            seen[:, fragment] = 0
+        for fragment, group in enumerate(groups):
+            met, at_once = [], step <= local.after or step == steps
+            if fragment in coming and (at_once or coming[fragment][0] == step):
+                met = [(coming.pop(fragment)[1], 0.5)]
+            if at_once or (not T and due(fragment, step)):
+                met += [(None, 0.0)]
+            for means, mix in met:
+                means = mean(fragment) if means is None else means
+                for n in group:
+                    moved, (m, v, t) = anchor[n] - means[n], outer[n]
+                    if local.outer == "average":
+                        new = means[n]
+                    elif local.outer == "sgd":
+                        new = anchor[n] - eta * moved
+                    elif local.outer == "nesterov":
+                        m = moved + local.momentum * m
+                        new = anchor[n] - eta * (moved + local.momentum * m)
+                    else:
+                        t, m = t + 1, 0.9 * m + 0.1 * moved
+                        yogi = v - 0.01 * np.sign(v - moved**2) * moved**2
+                        v = yogi if local.outer == "yogi" else 0.99 * v + 0.01 * moved**2
+                        scale = np.sqrt(v / (1 - 0.99**t)) + 1e-3
+                        new = anchor[n] - eta * (m / (1 - 0.9**t)) / scale
+                    anchor[n], outer[n] = new, [m, v, t]
+                    for each, moments in zip(own, inner, strict=True):
+                        each[n] = mix * each[n] + (1 - mix) * new
+                        moments[n] *= local.inner == "kept"
     return anchor
 
 
@@ -150,6 +170,9 @@ def defined(start, rows, steps, rate, local):
     "local",
     [
         Local(replicas=4, every=3, outer="nesterov", fragments=2, proximal=0.3, after=1),
+        Local(replicas=4, every=3, outer="nesterov", fragments=2, delay=1, after=1),
+        pytest.param(Local(replicas=4, every=3, inner="reset"), marks=pytest.mark.slow),
+        pytest.param(Local(replicas=4, every=4, delay=3, outer="sgd"), marks=pytest.mark.slow),
         pytest.param(Local(replicas=2, every=3), marks=pytest.mark.slow),
         pytest.param(Local(replicas=4, every=2, outer="adam", rate=0.1), marks=pytest.mark.slow),
         pytest.param(Local(replicas=8, every=5, proximal=1.0), marks=pytest.mark.slow),
@@ -183,6 +206,45 @@ def test_what_is_frozen_is_not_pulled_and_weights_may_be_negative():
     np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-6)
 
 
+def test_a_run_is_resumed_with_another_number_of_replicas(tmp_path):
+    laid = lambda made, data: made.with_(**problems.with_layout({"mesh": {"data": data}}))  # noqa: E731
+    _, rows, four = linear(replicas=4, every=3, outer="nesterov", delay=1)
+    before, _, _ = trained(laid(four, 4), 4, rows, FAST)
+    with jt.Checkpointer(tmp_path) as checkpoints:
+        checkpoints.save(8, before)
+        two = laid(linear(replicas=2, every=3, outer="nesterov", delay=1)[2], 2)
+        mesh = build.make_experiment_mesh(two, jax.devices()[:2])
+        abstract = build.make_abstract_state(two, mesh)
+        shapes = checkpoints.shapes()
+        state = build.restore_state(two, abstract, checkpoints.restore, shapes)
+    assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, state, abstract))
+    members, then = state.method["members"], before.method["members"]
+    assert len(members.rng) == 2
+    for name, x in named_leaves(before.params).items():
+        assert np.array_equal(named_leaves(state.params)[name], x)
+        for own in named_leaves(members.params)[name]:
+            assert np.array_equal(own, x)
+    moments = named_leaves(members.opt_state)
+    for name, x in named_leaves(then.opt_state).items():
+        assert x.any(), name
+        np.testing.assert_allclose(moments[name][1], x.mean(0), rtol=1e-6, err_msg=name)
+    for name, x in named_leaves(before.method["outer"]).items():
+        assert np.array_equal(named_leaves(state.method["outer"])[name], x), name
+    assert then.step[0] == members.step[1] == 8
+    assert not state.method["weight"].any()
+    train = build.compile_train(two, state, mesh, compiler_options=FAST)
+    assert np.isfinite(train(state, rows(8))[1]["loss"])
+
+
+def test_moments_begin_anew_at_meetings_and_the_schedule_goes_on():
+    local = Local(replicas=2, every=5, inner="reset")
+    state, _, _ = trained(local_updates(experiment(), local), compiler_options=FAST)
+    moments = named_leaves(state.method["members"].opt_state)
+    counts = {int(x[0]) for name, x in moments.items() if name.endswith("count")}
+    assert counts == {0, STEPS}
+    assert not any(x.any() for name, x in moments.items() if "/mu/" in name or "/nu/" in name)
+
+
 def sent(text, groups=r"\S+"):
     """Bytes of the results of collectives of a program: within branches, and outside."""
     found, branches = {True: 0, False: 0}, set()
@@ -213,6 +275,8 @@ def test_nothing_is_sent_between_meetings_and_then_the_parameters_once():
     found = sent(text)
     assert size <= found[True] <= 1.02 * size + 64
     assert found[False] < 256  # of metrics and weights
+    meeting = meetings_of(read_program(text, mesh), parse_target("cpu:4"), 8)
+    assert 1.5 * size <= meeting.fast <= 1.53 * size + 8 * 256  # by a ring of four
     plain = experiment(mesh={"data": 4})
     text = build.compile_train(plain, build.make_abstract_state(plain, mesh), mesh)
     assert sent(text.compiled.as_text())[False] > size / 2  # a layer of the loop is counted once
@@ -260,8 +324,9 @@ def test_a_meeting_in_8_bits_sends_a_quarter_and_is_near():
         {"data": 2, "pipe": 2},
     ],
 )
-def test_the_mesh_changes_nothing(axes):
-    local = Local(replicas=4, every=2, outer="nesterov", fragments=2)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_mesh_changes_nothing(axes, delay):
+    local = Local(replicas=4, every=2, outer="nesterov", fragments=2, delay=delay)
     wanted, told, _ = trained(local_updates(experiment("sgd", 0.3), local), compiler_options=FAST)
     count = int(np.prod(list(axes.values())))
     pipeline = {"schedule": "1f1b", "microbatches": 2} if "pipe" in axes else {}
@@ -285,6 +350,8 @@ def test_the_mesh_changes_nothing(axes):
         ({"replicas": 4}, {"accumulate": 8}, "a multiple of 32 rows"),
         ({"replicas": 4, "rate": 0.1}, {}, "average, which has no rate"),
         ({"replicas": 4, "every": 2, "fragments": 3}, {}, "`local.fragments` is 3"),
+        ({"replicas": 4, "every": 2, "delay": 2}, {}, "`local.delay` is 2"),
+        ({"replicas": 4, "inner": "reset", "fragments": 2}, {}, "`local.inner` is reset"),
         ({"replicas": 0}, {}, "replicas"),
         ({"every": 10}, {}, "there are no replicas"),
         ({"replicas": 4, "outer": "sgd", "momentum": 0.5}, {}, "which has none"),
