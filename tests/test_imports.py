@@ -73,8 +73,8 @@ finetune models engines step methods experiment build planning run hf predict se
 landscape study cli __main__
 """
 RUN_FLOORS = """
-hook folder refusal checkpoints survive provenance observe options context trained hooks loop main
-replay parameter_server
+hook folder refusal membership launch checkpoints survive provenance observe options context trained
+hooks loop main replay parameter_server
 """
 
 
@@ -123,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 73660
+CEILING = 74186
 
 
 def test_the_house_does_not_grow_unseen():

@@ -33,6 +33,8 @@ EVENTS, HEARTBEAT, HANG = "events.jsonl", "heartbeat.json", "hang-process-{}.txt
 STOPPED, LANDSCAPE, REPORT, PICTURE = "stopped.json", "landscape.json", "report.html", "report.png"
 CSV, PROMETHEUS, UPDATES = "metrics.csv", "metrics.prom", "updates.jsonl"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+# Of launchers, who meet there before there is a run.
+HOSTS = "hosts"
 FILES = (OWNER, CONFIG, CHANGES, LOG, EVENTS, HEARTBEAT, STOPPED, LANDSCAPE, REPORT, PICTURE)
 FILES += (CSV, PROMETHEUS, UPDATES)
 # In owner.json, while an earlier run is being deleted.
@@ -142,7 +144,7 @@ def find_run_dir(
             found = paths.as_path(run_dir)
         else:
             found = newest_run(name) if resume else next_free(name)
-        taken = bool(paths.listed(found))
+        taken = any(path.name != HOSTS for path in paths.listed(found))
         holds_run = taken and is_run(found)
         owner = paths.json_object(paths.read_if_there(found / OWNER))
         if OVERWRITING in owner and not (overwrite or auto_resume):

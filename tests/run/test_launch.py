@@ -11,7 +11,8 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.run import launch
-from jaxtrain.run.launch import Group, LaunchOptions, process_settings, run_launch
+from jaxtrain.run.launch import Group, LaunchOptions, host_counts, process_settings, run_launch
+from jaxtrain.run.membership import Round
 from tests.commands import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -48,6 +49,23 @@ def test_hosts_count_on_and_meet_at_the_coordinator():
     alone = settings(processes=2)
     assert alone[0]["JAXTRAIN_COORDINATOR"] == alone[1]["JAXTRAIN_COORDINATOR"]
     assert alone[0]["JAXTRAIN_COORDINATOR"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "counts"),
+    [(4, (4,)), ("4", (4,)), ("1:4", (1, 2, 4)), ("3:12", (3, 4, 6, 12)), ("4,2,3", (2, 3, 4))],
+)
+def test_as_many_hosts_train_as_divide_the_most_or_are_named(hosts, counts):
+    assert host_counts(LaunchOptions(processes=1, hosts=hosts, elastic=True)) == counts
+
+
+def test_members_of_a_round_are_told_where_they_stand_in_it():
+    round = Round(3, (("a", 2), ("b", 4), ("c", 1)), "10.0.0.1:77", "token")
+    options = LaunchOptions(processes=4, hosts="1,2,3", elastic=True)
+    second = process_settings(options, {}, round, "b")
+    assert [s["JAXTRAIN_PROCESS_ID"] for s in second] == ["2", "3", "4", "5"]
+    assert {s["JAXTRAIN_PROCESSES"] for s in second} == {"7"}
+    assert {s["JAXTRAIN_COORDINATOR"] for s in second} == {"10.0.0.1:77"}
 
 
 @pytest.mark.parametrize(
@@ -328,6 +346,25 @@ time.sleep(60)
             "needs a command with --run-dir",
         ),
         (["--processes", "1", "--", "/no/such/program"], "/no/such/program"),
+        (
+            ["--processes", "1", "--hosts", "1:4", "--", "true"],
+            "--hosts is 1:4: hosts that may be fewer need --elastic; give it",
+        ),
+        *(
+            (
+                ["--processes", "1", "--elastic", "--hosts", hosts, "--", "true"],
+                f"--hosts is {hosts}: give a number, LEAST:MOST or numbers with commas",
+            )
+            for hosts in ("4:1", "0:2", "1:2:3", "1,x", "few", "0")
+        ),
+        (
+            ["--processes", "1", "--elastic", "--hosts", "1:2", "--", "true"],
+            "--elastic needs a command with --run-dir",
+        ),
+        (
+            ["--processes", "1", "--elastic", "--host-index", "1", "--", "true"],
+            "--host-index is 1 with --elastic: such hosts number themselves; leave it out",
+        ),
         (
             ["--processes", "1", "--gpus-per-process", "2", "--", "true"],
             "--gpus-per-process 2 for 1 processes does not fit the 0 GPUs of this host",
