@@ -183,11 +183,12 @@ def _run_elastic(
             if attempts.signals.came or hosts.complete:
                 return status if attempts.signals.came else exit_codes.DONE
             attempts.sleep(_POLL_SECONDS)
-        if last is not None and last != now.members:
+        # In a round between, other hosts may have trained without this one.
+        if last is None or (last.members, last.number + 1) != (now.members, now.number):
             attempts.count = 0
         if attempts.count > options.max_restarts:
             return status
-        last, there = now.members, f"{len(now.members)}/{max(host_counts(options))}"
+        last, there = now, f"{len(now.members)}/{max(host_counts(options))}"
         _say(f"round {now.number} on {there} hosts: {', '.join(now.names)}")
         own = {distributed.START: now.start, distributed.HOSTS: there}
         settings = process_settings(options, environ, now, name)

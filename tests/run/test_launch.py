@@ -1,5 +1,6 @@
 """The launcher: who its processes are, what it prints, how it ends, when it starts again."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -12,7 +13,7 @@ import pytest
 from jaxtrain import cli
 from jaxtrain.run import launch
 from jaxtrain.run.launch import Group, LaunchOptions, host_counts, process_settings, run_launch
-from jaxtrain.run.membership import Round
+from jaxtrain.run.membership import Lease, Round
 from tests.commands import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -205,6 +206,54 @@ def test_pauses_grow_and_restarts_count_anew_after_a_newer_checkpoint(tmp_path, 
     assert status == (137, 9)
     # Between half of 1 + 2 + 4 + 8 seconds twice, and all of it.
     assert 15 <= sum(slept) < 30.1
+
+
+class Rounds:
+    """Hosts that have agreed on rounds beforehand: numbers, and the names of who is in each."""
+
+    def __init__(self, *rounds):
+        self.own, self.order, self.broken, self.complete = Lease("a", 1), None, False, False
+        self.rounds = [
+            Round(n, tuple((name, 1) for name in names), "a:1", "token", resumes=n > 1)
+            for n, names in rounds
+        ]
+        self.ended = []
+
+    def agreed(self):
+        return self.rounds[len(self.ended)]
+
+    def end(self, pause):
+        self.ended.append(pause)
+
+    def done(self):
+        self.complete = True
+
+
+@pytest.mark.parametrize(
+    ("code", "rounds", "attempts"),
+    [
+        (77, [(1, "ab"), (2, "ab")], 1),  # the same hosts, which were to start once
+        (77, [(1, "ab"), (2, "a"), (3, "ac"), (4, "ac")], 3),
+        (77, [(1, "ab"), (3, "ab"), (4, "ab")], 2),  # it had stood still in round 2
+        (75, [(1, "ab"), (2, "ab"), (3, "ab"), (4, "ab")], 4),
+        (1, [(1, "ab"), (2, "a")], 1),
+        (80, [(1, "ab"), (2, "a")], 1),
+    ],
+)
+def test_restarts_count_with_the_same_hosts_alone(code, rounds, attempts, tmp_path, capfd):
+    hosts = Rounds(*rounds)
+    options = LaunchOptions(processes=1, hosts="1:2", elastic=True)
+    run = launch._Attempts(options, None, launch._Signals(), lambda seconds: None)
+    words = "import os, sys; print(sys.argv[2:], *(os.environ['JAXTRAIN_' + n] for n in ('HOSTS',"
+    words += f" 'START'))); sys.exit({code})"
+    line = python(words, "x", "--resume")
+    with contextlib.suppress(IndexError):  # No further round is agreed on.
+        assert launch._run_elastic(run, line, {}, hosts) == code
+    printed = capfd.readouterr().out.splitlines()
+    assert len(printed) == attempts
+    there = len(rounds[0][1])
+    assert printed[0] == f"[0] ['--resume'] {there}/2 token"
+    assert all("['--auto-resume']" in each for each in printed[1:])
 
 
 def test_a_storage_that_the_launcher_cannot_look_into_changes_no_status():

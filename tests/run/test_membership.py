@@ -160,6 +160,17 @@ def test_a_host_that_leaves_or_is_done_is_known_at_once(world):
     assert world.hosts["c"].member.complete
 
 
+def test_where_one_is_done_the_others_may_take_as_long_as_they_need(world):
+    """The first process writes a report while the launchers of others have ended."""
+    world.add("a", "b")
+    world.beats(SETTLING + 3)
+    world.hosts["b"].member.done()
+    world.beats()
+    world.hosts["b"].stopped = True
+    world.beats(SILENCE + 3 * int(GRACE))
+    assert (world.hosts["a"].member.order, world.hosts["a"].member.own.number) == (None, 1)
+
+
 def test_processes_that_hang_are_asked_and_then_killed(world):
     world.add("a", "b")
     world.beats(SETTLING + 2)
@@ -189,6 +200,36 @@ def test_the_same_hosts_pause_before_a_restart_and_others_do_not(world):
     assert world.names() == ("a",)
 
 
+def test_a_host_that_stood_still_ends_at_once_and_comes_back_like_a_new_one(world):
+    world.add("a", "b")
+    world.beats(SETTLING + 3)
+    world.hosts["b"].stopped = True
+    world.beats(SILENCE + int(GRACE) + 4)
+    assert world.names() == ("a",)
+    world.hosts["b"].stopped = False
+    world.hosts["b"].hangs = True  # Its collectives wait for a host that has gone on.
+    world.beats(2)
+    assert world.hosts["b"].member.order == membership.KILL
+    world.beats()
+    world.saved = 5
+    world.beats(4)
+    assert world.names() == ("a", "b")
+
+
+def test_a_host_that_knows_nothing_of_those_that_train_begins_no_round_beside_theirs(world):
+    world.add("a")
+    world.beats(SETTLING + 2)
+    world.hosts["a"].ends(pause=2.0)
+    world.hosts["a"].stopped = True  # Once first of all, and it had seen nobody else.
+    world.add("b")
+    world.beats(2 * SETTLING)
+    assert world.names() == ("b",)
+    world.hosts["a"].stopped = False
+    for _ in range(SILENCE):
+        world.beats()
+        assert world.names() == ("b",)
+
+
 def test_leases_of_an_earlier_launch_and_damaged_ones_count_for_nothing(world):
     old = Lease("0-old", 2, "training", Round(41, (("0-old", 2),), "x:1", "old"), beat=9)
     text = json.dumps(membership.dataclasses.asdict(old))
@@ -212,6 +253,14 @@ def test_storage_that_fails_looks_like_no_loss(world, monkeypatch):
     world.beats(5)
     (round,) = world.training()
     assert round.number == 1
+    for host in world.hosts.values():  # Nor does it where they wait.
+        host.ends(pause=4.0)
+    world.beats(2)
+    world.hosts = dict(reversed(world.hosts.items()))  # First the one that has seen all.
+    world.now += 10 * SILENCE
+    world.beats(8)
+    assert world.names() == ("a", "b")
+    assert world.hosts["a"].member.own.number == 2
 
 
 SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 100)]
