@@ -79,6 +79,35 @@ def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
     return not isinstance(loss, WeightedLoss) or draws_otherwise(traced.jaxpr, row_count(given[1]))
 
 
+def on_hosts(
+    experiment: Experiment, state: TrainState, mesh: Mesh, hosts: int, most: int
+) -> Experiment:
+    """Returns the experiment on ``hosts`` of ``most`` hosts, whose devices hold as many rows of a
+    microbatch as on all of them: the global batch comes in more microbatches.
+
+    Where the number of microbatches changes more than rounding, it stays, and devices hold more.
+
+    Raises:
+      ValueError: the mesh is one of a fixed number of devices or hosts.
+    """
+    layout, pipe = experiment.layout, mesh.shape["pipe"]
+    if layout.mesh.devices != -1 or layout.mesh.islands > 1:
+        sizes = {name: size for name, size in layout.mesh.sizes.items() if size != 1}
+        raise ValueError(
+            f"`mesh` is {sizes} and hosts come and go: let one axis take what there is, such as "
+            "`mesh.data` -1, and leave the dcn axes out"
+        )
+    if hosts == most or depends_on_microbatches(experiment, state):
+        return experiment
+    rows = row_count(experiment.data.batch)
+    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    least = math.ceil(layout.microbatches(pipe) * most / hosts)
+    fitting = (count for count in range(least, rows + 1) if rows % (count * parts) == 0)
+    name = "pipeline.microbatches" if pipe > 1 else "accumulate"
+    count = next(fitting, layout.microbatches(pipe))
+    return experiment.with_(layout=layout.with_({name: count}))
+
+
 def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
     """Returns the state as checkpoints hold it: layers in natural order, on any mesh."""
     return experiment.stack.in_order(state)

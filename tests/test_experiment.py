@@ -20,6 +20,7 @@ from jaxtrain.build import (
     make_abstract_state,
     make_experiment_mesh,
     make_state,
+    on_hosts,
 )
 from jaxtrain.compare.parity import compare, compile_on, run_one_device
 from jaxtrain.engines.plain import GradientSums, plain
@@ -90,6 +91,26 @@ def test_what_another_number_of_microbatches_changes_is_read_from_the_loss(loss_
 def test_a_loss_with_model_state_depends_on_its_microbatches():
     experiment = small.build(small.Config(centred=True))
     assert depends_on_microbatches(experiment, None)
+
+
+def test_on_fewer_hosts_a_device_holds_as_many_rows_at_once_and_the_batch_stays():
+    """Two of four hosts and one of them, of two devices each."""
+    rows = {"batch": problems.make_batch(0, 48), "accumulate": 2, "loss_fn": problems.loss_fn}
+    for hosts, accumulate in ((4, 2), (2, 4), (1, 8)):
+        experiment = make_experiment(mesh={"data": -1}, **rows)
+        mesh = make_experiment_mesh(experiment, jax.devices()[: 2 * hosts])
+        state = make_abstract_state(experiment, mesh)
+        found = on_hosts(experiment, state, mesh, hosts, 4)
+        assert found.layout.accumulate == accumulate
+        assert found.with_(layout=experiment.layout) == experiment
+    # On three, 24 rows each of two devices would take 8/3 microbatches: the next that divides.
+    mesh = make_experiment_mesh(experiment, jax.devices()[:6])
+    assert on_hosts(experiment, state, mesh, 3, 4).layout.accumulate == 4
+    scalar = make_experiment(mesh={"data": -1}, **rows | {"loss_fn": problems.noisy_loss})
+    assert on_hosts(scalar, state, mesh, 3, 4) is scalar
+    for fixed in ({"data": 4}, {"data": -1, "dcn_data": 2}):
+        with pytest.raises(ValueError, match=r"and hosts come and go: let one axis take"):
+            on_hosts(make_experiment(mesh=fixed, **rows), state, mesh, 3, 4)
 
 
 def test_neutral_plugs_leave_every_bit_as_it_is():

@@ -73,8 +73,8 @@ finetune models engines step methods experiment build planning run hf predict se
 landscape study cli __main__
 """
 RUN_FLOORS = """
-hook folder refusal checkpoints survive provenance receipts observe options context trained hooks
-loop main replay verify parameter_server
+hook folder refusal membership launch checkpoints survive provenance receipts observe options
+context trained hooks loop main replay verify parameter_server
 """
 
 
@@ -123,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 74477
+CEILING = 75004
 
 
 def test_the_house_does_not_grow_unseen():

@@ -5,11 +5,13 @@ JAX finds the processes of Slurm, Open MPI, TPU VMs and Kubernetes by itself
 than one process at all, which GPUs are whose, settings of our own, and a name for what was found.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import re
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +32,8 @@ PROCESS_ID = "JAXTRAIN_PROCESS_ID"
 # Of a launcher, and the same in all attempts that it starts.
 START = "JAXTRAIN_START"
 LOCAL_DEVICE_IDS = "JAXTRAIN_LOCAL_DEVICE_IDS"
+# Where hosts come and go, how many there are and how many there may be: 2/4.
+HOSTS = "JAXTRAIN_HOSTS"
 
 # The more particular first.
 _ERRORS = {
@@ -117,6 +121,25 @@ def coordinator_host() -> str | None:
     if _found is None or _found.coordinator is None:
         return None
     return _found.coordinator.rsplit(":", 1)[0]
+
+
+def elastic_hosts() -> tuple[int, int] | None:
+    """Returns how many hosts there are and how many there may be; None where their number stays."""
+    there, _, most = os.environ.get(HOSTS, "").partition("/")
+    return (int(there), int(most)) if most else None
+
+
+def addresses() -> list[str]:
+    """Returns IPv4 addresses of this host: those of its name, of its way out, and localhost."""
+    found = []
+    with contextlib.suppress(OSError):
+        found += [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way_out:
+        # Of TEST-NET-1 (RFC 5737); a datagram socket sends nothing.
+        way_out.connect(("192.0.2.1", 9))
+        found.append(way_out.getsockname()[0])
+    found.append("127.0.0.1")
+    return [address for address in dict.fromkeys(found) if ":" not in address]
 
 
 def facts() -> dict[str, str]:

@@ -34,6 +34,8 @@ STOPPED, LANDSCAPE, REPORT, PICTURE = "stopped.json", "landscape.json", "report.
 CSV, PROMETHEUS, UPDATES = "metrics.csv", "metrics.prom", "updates.jsonl"
 RECEIPTS = "receipts.jsonl"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+# Of launchers, who meet there before there is a run.
+HOSTS = "hosts"
 FILES = (OWNER, CONFIG, CHANGES, LOG, EVENTS, HEARTBEAT, STOPPED, LANDSCAPE, REPORT, PICTURE)
 FILES += (CSV, PROMETHEUS, UPDATES, RECEIPTS)
 # In owner.json, while an earlier run is being deleted.
@@ -143,7 +145,7 @@ def find_run_dir(
             found = paths.as_path(run_dir)
         else:
             found = newest_run(name) if resume else next_free(name)
-        taken = bool(paths.listed(found))
+        taken = any(path.name != HOSTS for path in paths.listed(found))
         holds_run = taken and is_run(found)
         owner = paths.json_object(paths.read_if_there(found / OWNER))
         if OVERWRITING in owner and not (overwrite or auto_resume):

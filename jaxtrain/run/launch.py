@@ -18,10 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, TextIO
 
 from jaxtrain.host import distributed, exit_codes, output
-from jaxtrain.host.exit_codes import PEER_LOST
+from jaxtrain.host.exit_codes import PEER_LOST, PREEMPTED
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path
 from jaxtrain.host.simulated import thread_setting
+from jaxtrain.run.folder import HOSTS
+from jaxtrain.run.membership import STOP, Membership, Round
 
 _POLL_SECONDS = 0.05
 # How long the last output of a process that has ended is waited for.
@@ -64,12 +66,18 @@ class LaunchOptions:
 
     processes: int
     """Processes on this host."""
-    hosts: int = 1
-    """Hosts that run this same line, each with its own --host-index."""
+    hosts: int | str = 1
+    """Hosts that run this same line, each with its own --host-index; with --elastic LEAST:MOST, or
+    numbers such as 2,3,4."""
+    elastic: bool = False
+    """Continue on the hosts that are left when one leaves, and take it in again after the next
+    checkpoint. Hosts find each other in the folder hosts of --run-dir. Of LEAST:MOST as many train
+    as divide MOST, so that the batch divides as on all, and the others stand by."""
     host_index: int = 0
-    """Which host this is, from 0."""
+    """Which host this is, from 0; with --elastic hosts number themselves."""
     coordinator: str | None = None
-    """HOST:PORT on host 0, reachable by all; with one host, a free port is found."""
+    """HOST:PORT on host 0, reachable by all; with one host, a free port is found. With --elastic
+    that of this host, and left out, found."""
     gpus_per_process: int | None = None
     """GPUs of each process; left out, this host's GPUs are dealt evenly; 0 shows all to each."""
     simulate_devices_per_process: int = 0
@@ -77,7 +85,7 @@ class LaunchOptions:
     max_restarts: int = 0
     """Most restarts, with --auto-resume, after the run was preempted, hung, or lost a process or
     its storage; counted anew after an attempt that left a newer checkpoint. The pause before a
-    restart doubles, from a second to five minutes."""
+    restart doubles, from a second to five minutes. Other hosts than before do not count."""
     grace_seconds: float = 30.0
     """Time for the other processes to end by themselves before they are killed."""
 
@@ -89,33 +97,161 @@ def run_launch(
     :func:`jaxtrain.host.exit_codes.of_run`. Raises ValueError for options that do not fit each
     other or this host."""
     check(options, command)
-    count, newest, first = 0, None, options.host_index * options.processes
-    environ = {distributed.START: secrets.token_hex(8)} | os.environ
+    environ, run_dir = {distributed.START: secrets.token_hex(8)} | os.environ, _run_dir(command)
     with output.lasting(), _Signals() as signals:
-        while True:
-            environments = [environ | own for own in process_settings(options, environ)]
-            signals.group = Group(command, environments, first_index=first)
-            signals.group.start()
-            status = signals.group.wait(grace_seconds=options.grace_seconds)
-            # By the signal itself, so before it had a handler, and nobody asked the launcher: lost.
-            lost = status == 143 and 143 not in signals.group.codes.values()
-            code, found = PEER_LOST if lost else status, newest_step(_run_dir(command))
-            progress = found not in (None, newest)
-            newest = found if progress else newest
-            again = exit_codes.restart(code, progress, count, limit=options.max_restarts)
-            if again is None or signals.came:
-                return status
-            count, pause = again
-            _say(
-                f"starting again in {pause:.1f} s after status {status} "
-                f"({count} of {options.max_restarts} restarts without progress)"
-            )
-            while pause > 0 and not signals.came:
-                sleep(min(pause, _POLL_SECONDS))
-                pause -= _POLL_SECONDS
-            if signals.came:
-                return status
-            command = resumed(command)
+        attempts = _Attempts(options, run_dir, signals, sleep)
+        if not options.elastic:
+            return _run_fixed(attempts, command, environ)
+        with Membership(
+            as_path(run_dir) / HOSTS,
+            host_counts(options),
+            name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
+            processes=options.processes,
+            meet=lambda: options.coordinator or _own_address(),
+            newest=lambda: newest_step(run_dir),
+            grace=options.grace_seconds,
+        ) as hosts:
+            return _run_elastic(attempts, command, environ, hosts)
+
+
+class _Attempts:
+    """Attempts of one launcher: starts them, waits, and decides what follows; ``count`` are those
+    in a row that have left no newer checkpoint."""
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        run_dir: str | None,
+        signals: "_Signals",
+        sleep: Callable[[float], None],
+    ):
+        self.options, self.signals, self.sleep, self._run_dir = options, signals, sleep, run_dir
+        self.count, self._newest = 0, None
+
+    def run(self, group: "Group", hosts: Membership | None = None) -> tuple[int, float | None]:
+        """Runs a group to its end; returns its status, and the pause before the next attempt, None
+        where there is to be none."""
+        self.signals.group = group
+        group.start()
+        watch = (lambda: None) if hosts is None else _obeying(hosts, group)
+        status = group.wait(grace_seconds=self.options.grace_seconds, watch=watch)
+        # By the signal itself, so before it had a handler, and nobody asked the launcher: lost.
+        lost = status == 143 and 143 not in group.codes.values()
+        # Other hosts have gone on without this one.
+        lost |= status == exit_codes.SUPERSEDED and hosts is not None and hosts.broken
+        code, found = PEER_LOST if lost else status, newest_step(self._run_dir)
+        progress = found not in (None, self._newest)
+        self._newest = found if progress else self._newest
+        # Whether there are other hosts next time, which do not count, is not known yet.
+        limit = self.options.max_restarts if hosts is None else sys.maxsize
+        again = exit_codes.restart(code, progress, self.count, limit=limit)
+        if again is None or self.signals.came:
+            return status, None
+        self.count, pause = again
+        if code == PREEMPTED and hosts is not None:
+            self.count, pause = 0, 0.0
+        return status, pause
+
+
+def _run_fixed(attempts: _Attempts, command: list[str], environ: Mapping[str, str]) -> int:
+    options = attempts.options
+    while True:
+        environments = [environ | own for own in process_settings(options, environ)]
+        first = options.host_index * options.processes
+        status, pause = attempts.run(Group(command, environments, first_index=first))
+        if pause is None:
+            return status
+        _say(
+            f"starting again in {pause:.1f} s after status {status} "
+            f"({attempts.count} of {options.max_restarts} restarts without progress)"
+        )
+        while pause > 0 and not attempts.signals.came:
+            attempts.sleep(min(pause, _POLL_SECONDS))
+            pause -= _POLL_SECONDS
+        if attempts.signals.came:
+            return status
+        command = resumed(command)
+
+
+def _run_elastic(
+    attempts: _Attempts, command: list[str], environ: Mapping[str, str], hosts: Membership
+) -> int:
+    """Trains in one round after the other, each with the hosts that have agreed on it."""
+    options, name, status, last = attempts.options, hosts.own.name, PREEMPTED, None
+    _say(f"this host is {name}")
+    while True:
+        while (now := hosts.agreed()) is None:
+            if attempts.signals.came or hosts.complete:
+                return status if attempts.signals.came else exit_codes.DONE
+            attempts.sleep(_POLL_SECONDS)
+        # In a round between, other hosts may have trained without this one.
+        if last is None or (last.members, last.number + 1) != (now.members, now.number):
+            attempts.count = 0
+        if attempts.count > options.max_restarts:
+            return status
+        last, there = now, f"{len(now.members)}/{max(host_counts(options))}"
+        _say(f"round {now.number} on {there} hosts: {', '.join(now.names)}")
+        own = {distributed.START: now.start, distributed.HOSTS: there}
+        settings = process_settings(options, environ, now, name)
+        line = resumed(command) if now.resumes else command
+        first = now.first_process(name)
+        group = Group(line, [environ | own | each for each in settings], first_index=first)
+        status, pause = attempts.run(group, hosts)
+        if status == exit_codes.DONE:
+            hosts.done()
+        if pause is None:
+            return status
+        hosts.end(pause)
+
+
+def _fixed(options: LaunchOptions) -> Round:
+    """The hosts of a launch whose number stays, named by their index."""
+    members = tuple((str(host), options.processes) for host in range(max(host_counts(options))))
+    return Round(1, members, options.coordinator or f"127.0.0.1:{free_port()}", "")
+
+
+def _obeying(hosts: Membership, group: "Group") -> Callable[[], None]:
+    """Returns what passes the orders of the membership on to a group, each once."""
+    obeyed: set[str] = set()
+
+    def watch() -> None:
+        if (order := hosts.order) is not None and order not in obeyed:
+            obeyed.add(order)
+            what = "asked to save and end" if order == STOP else "killed"
+            _say(f"other hosts are to train: the processes of this one are {what}")
+            group.pass_on(signal.SIGTERM if order == STOP else signal.SIGKILL)
+
+    return watch
+
+
+def _own_address() -> str:
+    """An address of this host that others reach, if it has any, and a free port."""
+    outside = (each for each in distributed.addresses() if not each.startswith("127."))
+    return f"{next(outside, '127.0.0.1')}:{free_port()}"
+
+
+def host_counts(options: LaunchOptions) -> tuple[int, ...]:
+    """Returns the numbers of hosts that may train together, rising. Raises ValueError where they
+    are none.
+
+    >>> host_counts(LaunchOptions(processes=8, hosts="2:8", elastic=True))
+    (2, 4, 8)
+    """
+    text = str(options.hosts)
+    least, colon, most = text.partition(":")
+    try:
+        counts = [int(word) for word in ([least, most] if colon else text.split(","))]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1 or (colon and counts[0] > counts[1]):
+        raise ValueError(
+            f"--hosts is {text}: give a number, LEAST:MOST or numbers with commas, all at least 1"
+        )
+    if not options.elastic and len(counts) > 1:
+        raise ValueError(f"--hosts is {text}: hosts that may be fewer need --elastic; give it")
+    if colon:
+        counts = [each for each in range(counts[0], counts[1] + 1) if counts[1] % each == 0]
+    return tuple(sorted(set(counts)))
 
 
 def check(options: LaunchOptions, command: Sequence[str]) -> None:
@@ -125,15 +261,20 @@ def check(options: LaunchOptions, command: Sequence[str]) -> None:
             "there is no command to launch: write it after --, as in "
             "jaxtrain launch --processes 8 -- python -m experiments.gpt"
         )
-    least = {"processes": 1, "hosts": 1, "max_restarts": 0, "grace_seconds": 0}
+    least = {"processes": 1, "max_restarts": 0, "grace_seconds": 0}
     check_least(options, **least, simulate_devices_per_process=0)
-    if not 0 <= options.host_index < options.hosts:
+    hosts = max(host_counts(options))
+    if options.elastic and options.host_index:
         raise ValueError(
-            f"--host-index {options.host_index} is not one of {options.hosts} hosts: count them "
-            "from 0"
+            f"--host-index is {options.host_index} with --elastic: such hosts number themselves; "
+            "leave it out"
         )
-    if options.hosts > 1 and options.coordinator is None:
-        raise ValueError(f"{options.hosts} hosts must meet: give --coordinator HOST:PORT of host 0")
+    if not 0 <= options.host_index < hosts:
+        raise ValueError(
+            f"--host-index {options.host_index} is not one of {hosts} hosts: count them from 0"
+        )
+    if hosts > 1 and options.coordinator is None and not options.elastic:
+        raise ValueError(f"{hosts} hosts must meet: give --coordinator HOST:PORT of host 0")
     if options.coordinator is not None:
         distributed.check_address(options.coordinator)
     if options.max_restarts and _run_dir(command) is None:
@@ -141,15 +282,26 @@ def check(options: LaunchOptions, command: Sequence[str]) -> None:
             "--max-restarts needs a command with --run-dir, so that the restart finds the run that "
             "it is to resume"
         )
+    if options.elastic and _run_dir(command) is None:
+        raise ValueError(
+            "--elastic needs a command with --run-dir, a folder that all hosts share: they meet in "
+            "it"
+        )
 
 
-def process_settings(options: LaunchOptions, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Returns the variables that each process of this host gets besides the launcher's own. Raises
-    ValueError where this host's GPUs are too few or cannot be dealt evenly."""
-    coordinator = options.coordinator or f"127.0.0.1:{free_port()}"
+def process_settings(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    hosts: Round | None = None,
+    name: str | None = None,
+) -> list[dict[str, str]]:
+    """Returns the variables that each process of this host gets besides the launcher's own; with
+    ``hosts`` as the host ``name`` of them. Raises ValueError where this host's GPUs are too few or
+    cannot be dealt evenly."""
+    hosts, name = hosts or _fixed(options), name or str(options.host_index)
     common = {
-        distributed.COORDINATOR: coordinator,
-        distributed.PROCESSES: str(options.processes * options.hosts),
+        distributed.COORDINATOR: hosts.coordinator,
+        distributed.PROCESSES: str(sum(count for _, count in hosts.members)),
         # Lines appear as they are printed, though the output is no terminal.
         "PYTHONUNBUFFERED": "1",
     }
@@ -158,8 +310,7 @@ def process_settings(options: LaunchOptions, environ: Mapping[str, str]) -> list
         common |= dict([thread_setting(devices)])
     settings = []
     for local in range(options.processes):
-        index = options.host_index * options.processes + local
-        own = {distributed.PROCESS_ID: str(index)}
+        own = {distributed.PROCESS_ID: str(hosts.first_process(name) + local)}
         gpus = _gpus(options, environ, local)
         if gpus:
             own[distributed.LOCAL_DEVICE_IDS] = ",".join(map(str, gpus))
@@ -322,8 +473,12 @@ class Group:
         first, self._asked = self._asked is None, number
         self._signal(number if first else signal.SIGKILL)
 
-    def wait(self, *, grace_seconds: float) -> int:
-        """Waits for all; once one has failed, ends the others.
+    def pass_on(self, number: int) -> None:
+        """Sends a signal of the launcher's own to all."""
+        self._signal(number)
+
+    def wait(self, *, grace_seconds: float, watch: Callable[[], None] = lambda: None) -> int:
+        """Waits for all, and calls ``watch`` meanwhile; once one has failed, ends the others.
 
         Those that were preempted, or asked to end, are saving: they have ``grace_seconds`` to
         follow, and as long again after SIGTERM. A failure that may be restarted, of a process that
@@ -356,6 +511,7 @@ class Group:
                 del due[number]
                 sent.append(number)
                 self._signal(number)
+            watch()
             time.sleep(_POLL_SECONDS)
         if status:  # And what they have started.
             self._signal(signal.SIGKILL, whole_groups=True)

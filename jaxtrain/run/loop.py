@@ -249,6 +249,9 @@ def _fit(
             journal.costs["chips"] = mesh.size
             journal.costs |= {} if options.price is None else {"price": options.price}
         abstract = build.make_abstract_state(experiment, mesh)
+        if (hosts := distributed.elastic_hosts()) is not None:
+            experiment = build.on_hosts(experiment, abstract, mesh, *hosts)
+            journal.costs["hosts"] = hosts[0]
         if options.best_metric is not None:
             check_best_metric(experiment, abstract, mesh)
         record = json.loads(json.dumps(provenance.make_record(experiment, mesh)))

@@ -44,6 +44,13 @@ def test_overwrite_refuses_a_folder_that_is_no_run(tmp_path, names):
     assert tree(tmp_path) == before
 
 
+def test_a_folder_in_which_launchers_have_met_is_free(tmp_path):
+    (tmp_path / folder.HOSTS).mkdir()
+    (tmp_path / folder.HOSTS / "a.json").write_text("{}")
+    for how in ({}, {"auto_resume": True}, {"overwrite": True}):
+        assert find_run_dir("gpt", str(tmp_path), **how) == (epath.Path(tmp_path), False)
+
+
 @pytest.mark.parametrize(
     ("flag", "words"),
     [(os.ST_RDONLY, "is on a read-only file system"), (0, "may not be written in by this user")],

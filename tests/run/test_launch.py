@@ -1,5 +1,6 @@
 """The launcher: who its processes are, what it prints, how it ends, when it starts again."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -11,7 +12,8 @@ import pytest
 
 from jaxtrain import cli
 from jaxtrain.run import launch
-from jaxtrain.run.launch import Group, LaunchOptions, process_settings, run_launch
+from jaxtrain.run.launch import Group, LaunchOptions, host_counts, process_settings, run_launch
+from jaxtrain.run.membership import Lease, Round
 from tests.commands import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -48,6 +50,23 @@ def test_hosts_count_on_and_meet_at_the_coordinator():
     alone = settings(processes=2)
     assert alone[0]["JAXTRAIN_COORDINATOR"] == alone[1]["JAXTRAIN_COORDINATOR"]
     assert alone[0]["JAXTRAIN_COORDINATOR"].startswith("127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "counts"),
+    [(4, (4,)), ("4", (4,)), ("1:4", (1, 2, 4)), ("3:12", (3, 4, 6, 12)), ("4,2,3", (2, 3, 4))],
+)
+def test_as_many_hosts_train_as_divide_the_most_or_are_named(hosts, counts):
+    assert host_counts(LaunchOptions(processes=1, hosts=hosts, elastic=True)) == counts
+
+
+def test_members_of_a_round_are_told_where_they_stand_in_it():
+    round = Round(3, (("a", 2), ("b", 4), ("c", 1)), "10.0.0.1:77", "token")
+    options = LaunchOptions(processes=4, hosts="1,2,3", elastic=True)
+    second = process_settings(options, {}, round, "b")
+    assert [s["JAXTRAIN_PROCESS_ID"] for s in second] == ["2", "3", "4", "5"]
+    assert {s["JAXTRAIN_PROCESSES"] for s in second} == {"7"}
+    assert {s["JAXTRAIN_COORDINATOR"] for s in second} == {"10.0.0.1:77"}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +209,54 @@ def test_pauses_grow_and_restarts_count_anew_after_a_newer_checkpoint(tmp_path, 
     assert 15 <= sum(slept) < 30.1
 
 
+class Rounds:
+    """Hosts that have agreed on rounds beforehand: numbers, and the names of who is in each."""
+
+    def __init__(self, *rounds):
+        self.own, self.order, self.broken, self.complete = Lease("a", 1), None, False, False
+        self.rounds = [
+            Round(n, tuple((name, 1) for name in names), "a:1", "token", resumes=n > 1)
+            for n, names in rounds
+        ]
+        self.ended = []
+
+    def agreed(self):
+        return self.rounds[len(self.ended)]
+
+    def end(self, pause):
+        self.ended.append(pause)
+
+    def done(self):
+        self.complete = True
+
+
+@pytest.mark.parametrize(
+    ("code", "rounds", "attempts"),
+    [
+        (77, [(1, "ab"), (2, "ab")], 1),  # the same hosts, which were to start once
+        (77, [(1, "ab"), (2, "a"), (3, "ac"), (4, "ac")], 3),
+        (77, [(1, "ab"), (3, "ab"), (4, "ab")], 2),  # it had stood still in round 2
+        (75, [(1, "ab"), (2, "ab"), (3, "ab"), (4, "ab")], 4),
+        (1, [(1, "ab"), (2, "a")], 1),
+        (80, [(1, "ab"), (2, "a")], 1),
+    ],
+)
+def test_restarts_count_with_the_same_hosts_alone(code, rounds, attempts, tmp_path, capfd):
+    hosts = Rounds(*rounds)
+    options = LaunchOptions(processes=1, hosts="1:2", elastic=True)
+    run = launch._Attempts(options, None, launch._Signals(), lambda seconds: None)
+    words = "import os, sys; print(sys.argv[2:], *(os.environ['JAXTRAIN_' + n] for n in ('HOSTS',"
+    words += f" 'START'))); sys.exit({code})"
+    line = python(words, "x", "--resume")
+    with contextlib.suppress(IndexError):  # No further round is agreed on.
+        assert launch._run_elastic(run, line, {}, hosts) == code
+    printed = capfd.readouterr().out.splitlines()
+    assert len(printed) == attempts
+    there = len(rounds[0][1])
+    assert printed[0] == f"[0] ['--resume'] {there}/2 token"
+    assert all("['--auto-resume']" in each for each in printed[1:])
+
+
 def test_a_storage_that_the_launcher_cannot_look_into_changes_no_status():
     command = python("", "--run-dir", "nowhere://bucket/run")
     assert run_launch(LaunchOptions(processes=1), command) == 0
@@ -329,6 +396,25 @@ time.sleep(60)
             "needs a command with --run-dir",
         ),
         (["--processes", "1", "--", "/no/such/program"], "/no/such/program"),
+        (
+            ["--processes", "1", "--hosts", "1:4", "--", "true"],
+            "--hosts is 1:4: hosts that may be fewer need --elastic; give it",
+        ),
+        *(
+            (
+                ["--processes", "1", "--elastic", "--hosts", hosts, "--", "true"],
+                f"--hosts is {hosts}: give a number, LEAST:MOST or numbers with commas",
+            )
+            for hosts in ("4:1", "0:2", "1:2:3", "1,x", "few", "0")
+        ),
+        (
+            ["--processes", "1", "--elastic", "--hosts", "1:2", "--", "true"],
+            "--elastic needs a command with --run-dir",
+        ),
+        (
+            ["--processes", "1", "--elastic", "--host-index", "1", "--", "true"],
+            "--host-index is 1 with --elastic: such hosts number themselves; leave it out",
+        ),
         (
             ["--processes", "1", "--gpus-per-process", "2", "--", "true"],
             "--gpus-per-process 2 for 1 processes does not fit the 0 GPUs of this host",

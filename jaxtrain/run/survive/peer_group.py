@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtrain.host.distributed import broadcast_text, coordinator_host
+from jaxtrain.host.distributed import addresses, broadcast_text, coordinator_host
 from jaxtrain.host.exit_codes import PEER_LOST, Ended
 from jaxtrain.host.signals import say
 
@@ -433,7 +433,7 @@ def _listen(processes: int) -> tuple[socket.socket, list[str]]:
             if host in ("localhost", "127.0.0.1") or not address.startswith("127."):
                 return server, [address]
             server.close()
-    return socket.create_server(("", 0), backlog=max(processes, MOST_STRANGERS)), _addresses()
+    return socket.create_server(("", 0), backlog=max(processes, MOST_STRANGERS)), addresses()
 
 
 def _call(
@@ -481,16 +481,3 @@ def _code_for_others(error: BaseException | None) -> int:
     """
     comes_again = not isinstance(error, (OSError, jax.errors.JaxRuntimeError))
     return 1 if comes_again else PEER_LOST
-
-
-def _addresses() -> list[str]:
-    """Returns IPv4 addresses of this host: those of its name, of its way out, and localhost."""
-    found = []
-    with contextlib.suppress(OSError):
-        found += [info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)]
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way_out:
-        # Of TEST-NET-1 (RFC 5737); a datagram socket sends nothing.
-        way_out.connect(("192.0.2.1", 9))
-        found.append(way_out.getsockname()[0])
-    found.append("127.0.0.1")
-    return [address for address in dict.fromkeys(found) if ":" not in address]

@@ -49,6 +49,18 @@ def test_time_goes_to_one_activity_at_a_time_and_steps_done_again_are_lost():
     }
 
 
+def test_changes_of_hosts_cost_the_time_until_the_first_step_and_that_of_steps_done_again():
+    seconds = {"init": 10.0, "restore": 2.0, "compile": 8.0, "step": 50.0}
+    first = Attempt(1, 100.0, 170.0, seconds, 0, 100, None, {"hosts": 4})
+    second = Attempt(2, 200.0, 270.0, seconds, 80, 180, None, {"hosts": 2})
+    same = Attempt(3, 290.0, 360.0, seconds, 100, 200, None, {"hosts": 2})
+    back = Attempt(4, 361.0, 431.0, seconds, 200, 300, "done", {"hosts": 4})
+    found, cost = goodput.changes_of_hosts([first, second, same, back])
+    assert found == [4, 2, 4]
+    assert cost == (30 + 20 + 20 / 100 * 50) + (1 + 20)
+    assert goodput.changes_of_hosts([second, same]) == ([], 0.0)
+
+
 def test_every_record_says_when_which_attempt_and_where_and_restarts_are_counted(tmp_path):
     run = tmp_path / "run"
     options = jt.RunOptions(run_dir=str(run), log_every=1, save_every=2)

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxtrain.run import receipts
 from jaxtrain.run.observe import alert_rules, journal
-from jaxtrain.run.observe.goodput import lost_steps
+from jaxtrain.run.observe.goodput import changes_of_hosts, lost_steps
 from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.report.convergence import diagnose
 from jaxtrain.run.observe.report.records import Record
@@ -143,6 +143,10 @@ def _attempts(record: Record) -> list[Finding]:
     if (restarts := len(record.attempts) - 1) > 0:
         text = f"It was started again {_count(restarts, 'time')}; "
         found.append(Finding("look", f"{text}{_count(lost, 'step')} had to be done again."))
+    hosts, seconds = changes_of_hosts(record.attempts)
+    if hosts:
+        text = f"It ran on {', then '.join(map(str, hosts))} hosts; "
+        found.append(Finding("look", f"{text}these changes cost {duration(seconds)}."))
     if failed := record.happened(journal.SAVE_FAILED):
         why = failed[-1].get("error", "")
         later = record.happened(journal.CHECKPOINT)
