@@ -274,7 +274,7 @@ class Layout:
         that may not change in an exact run is not there."""
         effects = {path: self.MEANING.get(path, Effect.ROUNDED) for path in _fields(type(self))}
         if self.exact:
-            return dict.fromkeys(self.EXACT, Effect.SAME)
+            return dict.fromkeys((*self.EXACT, "microbatches"), Effect.SAME)
         return effects
 
     def microbatches(self, pipe: int) -> int:

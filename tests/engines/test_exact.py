@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.exact import grains_of_a_device
 from jaxtrain.layout import Layout, MeshShape
 from jaxtrain.models import decoder
@@ -72,6 +73,7 @@ def train(
         step = scan_steps(step)
         batches = [batches[i : i + calls] for i in range(0, STEPS, calls)]
     compiled = jt.compile_step(step, state, batches[0], **placed)
+    assert compiled.findings[Kind.EXACT] == (Why.GRAINS(grains=grains),)
     for rows in batches:
         state, metrics = compiled(state, rows)
         told.append(jax.device_get(metrics))
