@@ -57,6 +57,7 @@ def make_state(experiment: Experiment, mesh: Mesh) -> TrainState:
     """Creates the initial state on the mesh."""
     laid, options = experiment.laid, _state_options(experiment, mesh)
     rng, params = jax.random.key(experiment.seed), laid.params and laid.params()
+    options["whole"] = experiment.layout.exact > 0
     state = init_state(laid.init_fn, laid.optimizer, rng, params=params, **options)
     if (start := experiment.method.start) is None:
         return state
@@ -195,6 +196,12 @@ def build_step(experiment: Experiment, state: TrainState, mesh: Mesh) -> Step:
       ValueError: for a pipeline of an experiment without stages, with model state or an engine of
         its own, or with ``accumulate`` (a pipeline's microbatches are that).
     """
+    if experiment.layout.exact and experiment.method != Method():
+        raise ValueError(
+            f"`exact` is {experiment.layout.exact} and experiment {experiment.name!r} has a method "
+            f"around its steps, {name_of(experiment.method.step)!r}, whose sums the mesh decides: "
+            "leave one of them out"
+        )
     shardings = gradient_shardings(state, zero=experiment.layout.zero)
     chosen = choose_gather(experiment, state, mesh, shardings)
     plain_step = _step_that_gathers(experiment, mesh, chosen.gather, shardings)
@@ -230,6 +237,8 @@ def choose_gather(
     """
     if experiment.task.engine.by_row:  # which takes whole weights in any case
         return Gathered("step")
+    if experiment.layout.exact:  # and here they are whole for the whole step
+        return Gathered(experiment.task.gather)
     pipe = 1 if experiment.task.stages is None else mesh.shape.get("pipe", 1)
     obstacle = why_not_once(experiment, piped=pipe > 1)
     own, asked = experiment.task.gather, experiment.layout.gather
@@ -287,6 +296,7 @@ def _step_that_gathers(
             gather=gather,
             engine=laid.engine,
             norms=True,
+            exact=layout.exact,
         )
     if laid.engine is not plain:
         raise ValueError(
@@ -390,7 +400,7 @@ def build_evaluation(
         shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
         options["microbatches"] = math.gcd(shared, options["microbatches"])
         return around(pipeline_eval_step(laid.stages, mesh=mesh, **options, **given))
-    given["has_model_state"] = laid.has_model_state
+    given |= {"has_model_state": laid.has_model_state, "exact": experiment.layout.exact}
     return around(build_eval_step(laid.eval_loss_fn or laid.loss_fn, **given))
 
 

@@ -41,6 +41,8 @@ from jaxtrain.tree import PyTree, named_leaves
 PROGRAM_BYTES = 4 << 30
 # Additions in a fixed order, and kernels by name: XLA implies the latter by the former.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+# A narrow number is rounded wherever the program says so, whatever is fused.
+ROUNDED = {"xla_allow_excess_precision": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,6 +254,8 @@ def compile_step(
         if mesh is not None:
             _refuse_idle_axes(mesh, state_in, batch_in, traced.jaxpr.jaxpr)
         options = dict(compiler_options or {})
+        options = ROUNDED | options if Kind.EXACT in findings else options
+        deterministic = deterministic or Kind.EXACT in findings
         if deterministic and device_platform() in ("gpu", "cuda"):
             options = DETERMINISTIC | options
             report_finding(Kind.BITS, Why.BY(name=", ".join(DETERMINISTIC)))

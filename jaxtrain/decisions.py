@@ -22,6 +22,7 @@ class Kind(enum.Enum):
     CONTEXT = "rows are split"
     HIDING = "communication is hidden"
     BITS = "bits are the same in every run"
+    EXACT = "bits are the same on any number of devices"
     METHOD = "method"
 
 
@@ -29,6 +30,7 @@ class Why(enum.Enum):
     """The code of a reason; its value is the sentence. Facts that end in ``bytes`` are sizes."""
 
     BY = "by {name}"
+    GRAINS = "by sums of {grains} grains in one order, and updates of the whole state"
     OPTIONS = "by {count} of XLA's options (hide_communication)"
     # Weights are gathered once per step, or layer by layer:
     ASKED = "as asked for"

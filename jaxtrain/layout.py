@@ -150,6 +150,10 @@ class Layout:
     steps_per_call: int = 1
     """Train steps in one compiled call, for steps that take hardly longer than their dispatch;
     evaluations and checkpoints fall between calls. Slower where a CPU convolves."""
+    exact: int = 0
+    """Grains of the global batch, a power of two at best, whose gradients are added in one order:
+    every number of devices along data and fsdp then has the same bits, and a device holds the whole
+    state for a moment in each step. 0 adds gradients in the fastest order."""
     offload_optimizer: bool = False
     """Keep the optimizer state in host memory; only the update of each step brings it to the
     devices."""
@@ -161,9 +165,25 @@ class Layout:
 
     # What another value of a field means for the steps to come, where it is more than rounding.
     MEANING: typing.ClassVar[Mapping[str, Effect]] = {"offload_optimizer": Effect.SAME}
+    # Fields of which another value changes no bit of an exact run.
+    EXACT: typing.ClassVar[tuple[str, ...]] = (
+        *("mesh.data", "mesh.fsdp", "mesh.dcn_data", "mesh.dcn_fsdp"),
+        *("zero", "accumulate", "steps_per_call", "hide_communication"),
+    )
 
     def __post_init__(self) -> None:
-        check_least(self, accumulate=1, steps_per_call=1)
+        check_least(self, accumulate=1, steps_per_call=1, exact=0)
+        for name, value in (("offload_optimizer", True), ("gather", "layer")):
+            if self.exact and getattr(self, name) == value:
+                raise ValueError(
+                    f"`{name}` is {value!r} and `exact` {self.exact}, with which a device holds "
+                    "the whole state for a moment in each step: leave one of them out"
+                )
+        if self.exact and (axis := next((a for a in ("pipe", "expert") if self._cuts(a)), None)):
+            raise ValueError(
+                f"mesh axis {axis!r} has size {self.mesh.sizes[axis]} and `exact` is {self.exact}: "
+                "its sums are not shown to have the same bits; use data, fsdp, tensor and context"
+            )
         if self.offload_optimizer and self.steps_per_call > 1:
             raise ValueError(
                 f"`steps_per_call` is {self.steps_per_call} with `offload_optimizer`: the state of "
@@ -246,10 +266,16 @@ class Layout:
         found = self.changes(since).items()
         return {path: value for path, value in found if not path.startswith("mesh.")}
 
-    @classmethod
-    def may_change(cls) -> dict[str, Effect]:
-        """Returns what another value of each field means for the steps of a run, by its path."""
-        return {path: cls.MEANING.get(path, Effect.ROUNDED) for path in _fields(cls)}
+    def _cuts(self, axis: str) -> bool:
+        return self.mesh.sizes[axis] != 1
+
+    def may_change(self) -> dict[str, Effect]:
+        """Returns what another value of each field means for the steps of a run, by its path; one
+        that may not change in an exact run is not there."""
+        effects = {path: self.MEANING.get(path, Effect.ROUNDED) for path in _fields(type(self))}
+        if self.exact:
+            return dict.fromkeys((*self.EXACT, "microbatches"), Effect.SAME)
+        return effects
 
     def microbatches(self, pipe: int) -> int:
         """Returns the number of parts in which a step on ``pipe`` stages takes its batch."""

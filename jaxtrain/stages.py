@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxtrain.loss import row_wise
 from jaxtrain.sharding.mesh import platform
+from jaxtrain.sharding.placement import stands_apart
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import PyTree
 
@@ -242,7 +243,7 @@ def _unroll(stages: Stages, count: int) -> int:
         return stages.scan_unroll
     # Without an ambient mesh nothing says that there are more devices.
     mesh = jax.sharding.get_abstract_mesh()
-    alone = mesh.empty or mesh.size == 1
+    alone = mesh.empty or mesh.size == 1 or stands_apart()
     most = UNROLLED.get(platform(), 1) if alone and stages.remat is None else 1
     return count if count <= most else 1
 

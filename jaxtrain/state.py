@@ -71,6 +71,7 @@ def init_state(
     has_model_state: bool = False,
     offload_optimizer: bool = False,
     memory: Callable[[PyTree], PyTree] | None = None,
+    whole: bool = False,
 ) -> TrainState:
     """Creates a train state, each leaf directly in its place on the mesh.
 
@@ -95,6 +96,8 @@ def init_state(
       offload_optimizer: whether the optimizer state lies in the memory of the host, and comes to
         the devices for the update alone; with a mesh.
       memory: ``init`` of the step's :class:`jaxtrain.engines.plain.Engine`, if it has one.
+      whole: whether each device makes all of it and then keeps its part, so that no bit depends on
+        the mesh, as steps with ``exact`` want.
 
     Returns:
       The state. On every mesh the same ``rng`` gives the same numbers (the last bit of normal ones
@@ -116,10 +119,14 @@ def init_state(
 
     def remainder(rng: jax.Array, given: dict[str, jax.Array]) -> TrainState:
         state = create(rng, given)
-        _, made = partition(lambda name, _: name in given, state.params)
-        return dataclasses.replace(state, params=made)
+        return dataclasses.replace(state, params=_rest(state.params, given))
 
-    state = jax.jit(remainder, out_shardings=shardings)(rng, given)
+    whole = whole and mesh is not None
+    copied = NamedSharding(automatic(mesh), P()) if whole else shardings
+    state = jax.jit(remainder, out_shardings=copied)(rng, given)
+    if whole:  # But for given ones, which are in their places.
+        places = dataclasses.replace(shardings, params=_rest(shardings.params, given))
+        state = jax.device_put(state, places)
     there = by_paths(given, like.params)
     return dataclasses.replace(state, params=combine(there, state.params))
 
@@ -261,6 +268,10 @@ def local_bytes(tree: PyTree) -> int:
 def host_bytes(tree: PyTree) -> int:
     """Returns the bytes in the memory of the host that a pytree takes for one device."""
     return _bytes_of([leaf for leaf in jax.tree.leaves(tree) if is_on_host(leaf)])
+
+
+def _rest(tree: PyTree, given: Mapping[str, Any]) -> PyTree:
+    return partition(lambda name, _: name in given, tree)[1]
 
 
 def _along(

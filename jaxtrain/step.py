@@ -15,9 +15,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.engines.accumulated import accumulated
+from jaxtrain.engines.exact import apart, evaluated_in_grains, on_whole_state
+from jaxtrain.engines.exact import exact as in_grains
 from jaxtrain.engines.plain import (
     Engine,
     GradientEngine,
+    GradientSums,
     accepted_kwargs,
     as_engine,
     plain,
@@ -60,6 +63,7 @@ def build_train_step(
     gather: Gather | None = None,
     engine: Engine | Callable[[LossFn], GradientEngine] = plain,
     norms: bool = False,
+    exact: int = 0,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
     """Builds ``step(state, batch) -> (state, metrics)``.
 
@@ -86,6 +90,9 @@ def build_train_step(
         (WeightedLoss, model_state)``, which brings ``policy`` and ``gather`` along. It is called
         once per microbatch.
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
+      exact: the number of grains in which the gradient of a batch is computed, so that every bit is
+        the same for any number of devices along ``data`` and ``fsdp``, any ``zero`` and any
+        ``accumulate`` (:mod:`jaxtrain.engines.exact`); 0 for the sums that are fastest.
 
     Returns:
       The step. Its metrics are ``loss``, the loss's own metrics, ``weight``, ``grad_norm`` (of what
@@ -99,6 +106,17 @@ def build_train_step(
         divide, a metric with a reserved name or that of a report, a complex parameter, or a state
         without the loss scale that ``policy`` asks for.
     """
+    if exact:
+        if engine is not plain:
+            raise ValueError(
+                f"`exact` is {exact} and the step has an engine of its own, {name_of(engine)!r}, "
+                "whose sums the mesh decides: leave one of them out"
+            )
+        if reason := why_not(loss_fn, has_model_state=has_model_state):
+            raise ValueError(
+                f"`exact` is {exact} and a batch cannot be taken in grains, {reason}: leave it out"
+            )
+        engine = in_grains(exact)
     built = build_engine(
         loss_fn,
         policy=policy,
@@ -109,7 +127,10 @@ def build_train_step(
         engine=engine,
     )
     pin = constrain_tree(gradient_shardings)
-    return build_update(built, optimizer, policy=policy, norms=norms, constrain=pin)
+    own = {"policy": policy, "norms": norms, "constrain": pin}
+    if not exact:
+        return build_update(built, optimizer, **own)
+    return on_whole_state(build_update(built, optimizer, **own, within=apart), exact)
 
 
 def build_engine(
@@ -172,6 +193,7 @@ def build_update(
     policy: Policy | str | None = None,
     constrain: Callable[[PyTree], PyTree] = lambda grads: grads,
     norms: bool = False,
+    within: Callable[[Callable], Callable] = lambda update: update,
 ) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
     """Builds a train step from a gradient engine: mean gradient, one optimizer update, metrics.
 
@@ -192,6 +214,8 @@ def build_update(
     The mean is ``total / weight`` for a weight of either sign. A step of weight 0 has none: it
     changes nothing but the count of steps, neither parameters nor optimizer state, model state or
     loss scale; to ``make_optimizer(accumulate=)`` it is one of the calls, and adds nothing.
+
+    ``within`` is what becomes of ``(state, sums) -> (state, metrics)``, what follows the engine.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     policy = as_policy(policy)
@@ -201,13 +225,16 @@ def build_update(
         _check_real(state.params)
         scale = None if state.loss_scale is None else state.loss_scale.scale
         rng = jax.random.fold_in(state.rng, state.step)
-        still, names = frozen(state.opt_state), named_leaves(state.params)
-        counted = frozenset(filter(is_count, names))
+        still = frozen(state.opt_state) - frozenset(filter(is_count, named_leaves(state.params)))
         given = (state.params, state.model_state, batch, rng, scale)
-        sums = run_engine(engine, *given, frozen=still - counted, memory=state.memory)
+        sums = run_engine(engine, *given, frozen=still, memory=state.memory)
         check_metrics(sums.loss)
         _check_returned("gradient engine", "memory", state.memory, sums.memory)
+        return within(update)(state, sums)
 
+    def update(state: TrainState, sums: GradientSums) -> tuple[TrainState, Metrics]:
+        still, names = frozen(state.opt_state), named_leaves(state.params)
+        counted = frozenset(filter(is_count, names))
         counts = sums.loss.weight != 0
         per_token = jnp.where(counts, 1.0 / jnp.where(counts, sums.loss.weight, 1.0), 0.0)
         # An engine that does not take ``frozen`` has differentiated everything.
@@ -268,7 +295,7 @@ def build_update(
             metrics["param_norm"] = _norm(params)
             metrics["update_norm"] = jnp.where(applied, _norm(updates), 0.0)
         if state.loss_scale is not None:
-            metrics["loss_scale"] = scale
+            metrics["loss_scale"] = state.loss_scale.scale
         told = reports(opt_state, since=before)
         if both := sorted(told.keys() & metrics.keys()):
             raise ValueError(
@@ -326,6 +353,7 @@ def build_eval_step(
     policy: Policy | str | None = None,
     has_model_state: bool = False,
     gather: Gather | None = None,
+    exact: int = 0,
 ) -> Callable[[TrainState, PyTree], WeightedLoss]:
     """Builds ``evaluate(state, batch) -> WeightedLoss``, sums that can be added over batches.
 
@@ -334,7 +362,7 @@ def build_eval_step(
         knows that nothing is to be dropped.
       policy: dtypes; float32 by default.
       has_model_state: which of the two forms ``loss_fn`` has. New model state is discarded.
-      gather: as for :func:`build_train_step`.
+      gather, exact: as for :func:`build_train_step`.
 
     >>> evaluate = build_eval_step(lambda params, batch, rng: WeightedLoss(params * batch, 2.0))
     >>> state = TrainState(0, jnp.float32(3), None, None, None, None, 0)
@@ -348,7 +376,7 @@ def build_eval_step(
         check_metrics(loss)
         return to_accum_dtype(loss)
 
-    return evaluate
+    return evaluated_in_grains(evaluate, exact) if exact else evaluate
 
 
 def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callable[..., Any]:

@@ -37,8 +37,9 @@ def layouts():
         }
         return st.builds(kind, **fields, **given)
 
-    calls = {"steps_per_call": st.just(1)}  # no other number goes with an offloaded optimizer
-    return of(jt.Layout, mesh=of(MeshShape), pipeline=of(PipelineLayout), **calls)
+    # No other numbers go with an offloaded optimizer.
+    alone = {"steps_per_call": st.just(1), "exact": st.just(0)}
+    return of(jt.Layout, mesh=of(MeshShape), pipeline=of(PipelineLayout), **alone)
 
 
 @settings(max_examples=10, deadline=None)
@@ -66,6 +67,7 @@ def test_what_a_text_leaves_out_is_the_bases_but_for_the_mesh():
     found = jt.Layout.parse("data=8", base)
     assert str(found) == "data=8,remat=full,pipeline.schedule=gpipe"
     assert str(jt.Layout()) == "data=-1"
+    assert jt.Layout.parse("data=2,exact=8").flags() == ["--mesh.data=2", "--exact=8"]
     assert jt.Layout.parse("data=4,context=2").mesh.sizes["context"] == 2
 
 

@@ -126,6 +126,7 @@ def _layouts() -> Iterator[Capability]:
         ("attention by XLA", "attention=xla", "attention"),
         ("whole residual stream", "sequence_parallel=false", "sequence.parallel"),
         ("offloaded optimizer", "offload_optimizer=true", "offload"),
+        ("exact sums", "exact=4", "exact|grains"),
     ):
         yield Capability(name, "layout", layout=layout, called=called)
     calls = {"layout": "steps_per_call=2", "called": "steps.per.call"}

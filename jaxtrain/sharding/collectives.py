@@ -11,9 +11,10 @@ what NCCL may make of it, in which a host sends up to twice as much.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -55,6 +56,19 @@ class Shards:
 
         return self._on_each_device(whole, self.params, params)
 
+    def cut(self, tree: PyTree) -> PyTree:
+        """Within the map: each device's part of a tree that is whole along its axes; the inverse of
+        :meth:`gathered`."""
+
+        def part(name: str, x: jax.Array) -> jax.Array:
+            for d, names in self._split(self.params[name]):
+                size = x.shape[d] // jax.lax.axis_size(names)
+                start = jax.lax.axis_index(names) * size
+                x = jax.lax.dynamic_slice_in_dim(x, start, size, d)
+            return x
+
+        return self._on_each_device(part, self.params, tree)
+
     def reduced(self, grads: PyTree, more: tuple[str, ...] = ()) -> PyTree:
         """Within the map: gradients of whole parameters, summed over its axes and ``more``."""
 
@@ -71,6 +85,22 @@ class Shards:
         """The dimensions that the axes split, and which of them."""
         kept = enumerate(restrict(spec, self.axes))
         return [(d, names_of(entry)) for d, entry in kept if entry is not None]
+
+    def summed_in_order(self, grads: PyTree) -> PyTree:
+        """Within the map: gradients of whole parameters, summed over its axes along the tree of
+        :func:`tree_sum`, whole on each device."""
+        stages = exchange_stages(self.axes, self.slow)
+        parts = math.prod(len(stage.groups[0]) for stage in stages)
+
+        def summed(name: str, grad: jax.Array) -> jax.Array:
+            piece = jnp.pad(grad.reshape(-1), (0, -grad.size % parts))
+            for stage in stages:
+                piece = tree_sum(stage.turned(piece.reshape(len(stage.groups[0]), -1)))
+            for stage in reversed(stages):
+                piece = stage.gathered(piece)
+            return piece[: grad.size].reshape(grad.shape)
+
+        return self._on_each_device(summed, self.params, grads)
 
     def _on_each_device(
         self, function: Callable[[str, jax.Array], jax.Array], specs: Mapping[str, P], tree: PyTree
@@ -115,6 +145,53 @@ class Shards:
             return jax.lax.scan(lambda a, b: (a + b, None), first, rest)[0]
 
         return jax.tree.map(join, loss, is_leaf=lambda x: isinstance(x, Reduction))
+
+
+class Stage(NamedTuple):
+    """An exchange between the devices of each of some groups along mesh axes."""
+
+    axes: tuple[str, ...]
+    groups: Groups
+
+    def turned(self, x: jax.Array) -> jax.Array:
+        """All pieces of its own [n, c] -> its own piece of all devices of its group [n, c]."""
+        return jax.lax.all_to_all(x, self.axes, 0, 0, tiled=True, **self._within)
+
+    def gathered(self, x: jax.Array) -> jax.Array:
+        """Its own piece [c] -> all pieces of its group [n c]."""
+        return jax.lax.all_gather(x, self.axes, tiled=True, **self._within)
+
+    @property
+    def _within(self) -> dict[str, Groups]:
+        return {"axis_index_groups": self.groups} if len(self.groups) > 1 else {}
+
+
+def exchange_stages(axes: tuple[str, ...], slow: Mapping[str, int]) -> list[Stage]:
+    """Returns the exchanges by which devices sum along the tree of :func:`tree_sum`, those between
+    neighbours first. A stage sums nodes of the tree if all before it are of powers of two."""
+    found = [Stage((axis,), groups) for axis in reversed(axes) for groups in _groups((axis,), slow)]
+    found = [stage for stage in found if len(stage.groups[0]) > 1]
+    sizes = [len(stage.groups[0]) for stage in found]
+    if any(size & (size - 1) for size in sizes[:-1]):
+        return [Stage(axes, [list(range(math.prod(sizes)))])]
+    return found
+
+
+def tree_sum(nodes: PyTree, add: Callable[[PyTree, PyTree], PyTree] = jnp.add) -> PyTree:
+    """Adds nodes, by their leading axis, along a binary tree: those that fill a power of two are
+    one side of it, and the rest is the other.
+
+    >>> float(tree_sum(jnp.array([2.0**24, 1.0, 1.0, 1.0])))
+    16777218.0
+    """
+    count = jax.tree.leaves(nodes)[0].shape[0]
+    at = lambda which: jax.tree.map(lambda x: x[which], nodes)  # noqa: E731
+    if count == 1:
+        return at(0)
+    full = 1 << (count - 1).bit_length() - 1
+    if 2 * full > count:
+        return add(tree_sum(at(slice(full)), add), tree_sum(at(slice(full, None)), add))
+    return tree_sum(add(at(slice(0, None, 2)), at(slice(1, None, 2))), add)
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], slow: Mapping[str, int]) -> jax.Array:

@@ -36,6 +36,7 @@ class _Placement:
     final: bool = True  # False where the trace stands for meshes of other sizes too
     apart: tuple[str, ...] = ()  # axes along which the devices do not share one batch
     slow: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see slow_parts
+    state: Mapping[str, tuple[tuple[int, ...], P]] | None = None  # like params, of all leaves
 
 
 # Part of the key of JAX's caches: another table is another trace.
@@ -56,19 +57,19 @@ def tracing_on(
 
     Args:
       mesh: concrete or abstract.
-      state: its ``params`` (of arrays, or shapes with shardings) are what :func:`gather` knows.
+      state: its ``params`` (of arrays, or shapes with shardings) are what :func:`gather` knows, and
+        all its leaves what :func:`specs_of_state` knows.
       rules: whose ``axes`` :func:`constrain` and the kernels follow.
       final: whether what is traced is for these sizes alone; None says so of a concrete mesh.
     """
     final = isinstance(mesh, Mesh) if final is None else final
-    params = None
-    if (tree := getattr(state, "params", None)) is not None:
-        named = named_leaves(tree).items()
-        params = {name: (tuple(x.shape), getattr(x.sharding, "spec", P())) for name, x in named}
+    params = getattr(state, "params", None)
+    params, leaves = (None if params is None else _places(tree) for tree in (params, state))
     concrete = isinstance(mesh, Mesh)
     enter = jax.set_mesh if concrete else jax.sharding.use_abstract_mesh
     slow = slow_parts(mesh) if concrete else {}
-    placement = _Placement(as_rules(rules), params, final=final, slow=slow)
+    own = {"final": final, "slow": slow, "state": leaves}
+    placement = _Placement(as_rules(rules), params, **own)
     with _PLACEMENT(placement), enter(mesh):
         yield placement.findings
 
@@ -96,7 +97,25 @@ def batch_is_leading() -> bool:
 
 def specs_of(params: PyTree) -> dict[str, P] | None:
     """Returns the specs of parameters by path; None if these are not the ones compiled for."""
-    known, leaves = _PLACEMENT.value.params or {}, named_leaves(params)
+    return _known(_PLACEMENT.value.params, params)
+
+
+def specs_of_state(state: PyTree) -> dict[str, P] | None:
+    """Returns the specs of a state's leaves by path; None if it is not the one compiled for."""
+    return _known(_PLACEMENT.value.state, state)
+
+
+def _places(tree: PyTree) -> dict[str, tuple[tuple[int, ...], P]]:
+    """The shape and the spec of each leaf by path."""
+    named = named_leaves(tree).items()
+    return {
+        name: (tuple(x.shape), getattr(getattr(x, "sharding", None), "spec", P()))
+        for name, x in named
+    }
+
+
+def _known(known: Mapping[str, tuple[tuple[int, ...], P]] | None, tree: PyTree) -> Any:
+    known, leaves = known or {}, named_leaves(tree)
     shapes = {name: shape for name, (shape, _) in known.items()}
     if shapes != {name: tuple(jnp.shape(x)) for name, x in leaves.items()}:
         return None
@@ -393,6 +412,11 @@ def manual_batch_axes() -> tuple[str, ...]:
     mesh, apart = jax.sharding.get_abstract_mesh(), _PLACEMENT.value.apart
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     return tuple(a for a in BATCH_AXES if kinds.get(a) == AxisType.Manual and a not in apart)
+
+
+def stands_apart() -> bool:
+    """Whether what is traced is one of several parts that :func:`apart_along` sets apart."""
+    return bool(_PLACEMENT.value.apart)
 
 
 @contextlib.contextmanager

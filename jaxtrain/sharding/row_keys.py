@@ -1,10 +1,10 @@
 """Keys of microbatches: what is drawn row by row is drawn by a row's number in the whole batch.
 
-A key of a microbatch carries two numbers more, which microbatch of how many it is of, through
-whatever a model does to it (``fold_in``, ``split``). :func:`jaxtrain.ops.numerics.drop` reads them,
-and so drops the same in any number of microbatches, in a pipeline and on any mesh. A loss that
-draws in any other way, reads the data of its key or mixes it with other keys is given ordinary
-keys, one for each microbatch.
+A key of a microbatch carries two numbers more, its first row and how far its rows are apart,
+through whatever a model does to it (``fold_in``, ``split``). :func:`jaxtrain.ops.numerics.drop`
+reads them, and so drops the same in any number of microbatches, in a pipeline and on any mesh. A
+loss that draws in any other way, reads the data of its key or mixes it with other keys is given
+ordinary keys, one for each microbatch.
 """
 
 import contextlib
@@ -47,20 +47,26 @@ _CARRYING = define_prng_impl(
 
 
 def microbatch_keys(
-    function: Callable[[jax.Array], Any], rng: jax.Array, microbatches: int, *, rows: int
+    function: Callable[[jax.Array], Any],
+    rng: jax.Array,
+    microbatches: int,
+    *,
+    rows: int,
+    in_order: bool = False,
 ) -> tuple[Callable, Callable]:
     """Returns a function from the number of a microbatch to its key, and one to a result's shapes.
 
     ``function`` is what is done with the key of one microbatch, or with that of all, which is
     looked at for draws, and ``rows`` are the rows of its batch. A single microbatch has the step's
-    key, ``rng``.
+    key, ``rng``. Microbatch j of k has rows j, j + k, ..., or, ``in_order``, the j-th run of them.
     """
 
     def ordinary(j: int | jax.Array) -> jax.Array:
         return rng if microbatches == 1 else jax.random.fold_in(rng, j)
 
     def carrying(j: int | jax.Array) -> jax.Array:
-        words = [jax.random.key_data(rng), jnp.stack([jnp.uint32(j), jnp.uint32(microbatches)])]
+        first, apart = (j * rows, 1) if in_order else (j, microbatches)
+        words = [jax.random.key_data(rng), jnp.stack([jnp.uint32(first), jnp.uint32(apart)])]
         return jax.random.wrap_key_data(jnp.concatenate(words), impl=_CARRYING)
 
     if microbatches > 1 and _is_plain(rng):

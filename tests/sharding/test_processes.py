@@ -134,6 +134,22 @@ def check_shares(texts, folder, processes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 1), (4, 2)])
+def test_processes_have_the_bits_of_one(processes, devices, texts, tmp_path):
+    """Of an exact run, on 8 devices of one process and on others, split otherwise."""
+    more = ["--exact", "8", "--optimizer.name", "adamw", "--dropout", "0.1", "--sample-tokens", "0"]
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    main(Config, build, flags_of(texts, alone, *more))
+    mesh = ["--mesh.data", "1", "--mesh.fsdp", "-1"]
+    done = launch(processes, devices, "-m", "experiments.gpt", *flags_of(texts, run, *more, *mesh))
+    assert done.returncode == 0, done.stderr
+    for name in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert logged(run, name) == logged(alone, name)
+    ours, wanted = saved_params(run, texts, *more), saved_params(alone, texts, *more)
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours, wanted))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["context", "expert"])
 def test_processes_that_split_rows_or_experts_train_what_one_does(axis, texts, alone, tmp_path):
     """Of rows that they split, held-out ones too, each process reads its own places."""

@@ -1,0 +1,336 @@
+"""The same bits on any number of devices: gradients of grains, added along one binary tree.
+
+A batch is K grains of M rows, in order, whatever the mesh. One program computes the gradient of a
+grain. The grains are the leaves of one binary tree: a device adds its own as a binary counter
+carries, with log2(grains of a device) + 1 partial sums in memory, and devices add theirs behind an
+exchange with the traffic of a reduce-scatter. Addition of two floating-point numbers commutes, and
+the tree is the same on every mesh, so its sum has the same bits. All that follows (the norm, the
+optimizer, what is left out) is one program of whole arrays on each device, and fences
+(``optimization_barrier``) keep the compiler from fusing it with what surrounds it, which the mesh
+decides.
+
+A tree of K leaves on n devices needs K / n to be a power of two, or n to be 1. The first leaves
+that fill a power of two are one side of it, and the rest is the other.
+
+Shapes: K grains, M rows of a grain.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.decisions import Kind, Why
+from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain
+from jaxtrain.jaxprs import equations
+from jaxtrain.loss import LossFn, WeightedLoss
+from jaxtrain.sharding.collectives import Shards, tree_sum
+from jaxtrain.sharding.mesh import GATHERED_AXES
+from jaxtrain.sharding.placement import (
+    apart_along,
+    batch_is_leading,
+    report_finding,
+    sizes_are_final,
+    slow_axes,
+    specs_of,
+    specs_of_state,
+)
+from jaxtrain.sharding.row_keys import microbatch_keys, row_count
+from jaxtrain.tree import PyTree, named_leaves
+
+fence = jax.lax.optimization_barrier
+
+
+def exact(grains: int) -> Engine:
+    """Returns the engine whose gradients of so many grains have the same bits on every mesh, within
+    a step that :func:`on_whole_state` runs.
+
+    Args:
+      grains: K, at least 1.
+    """
+    if grains < 1:
+        raise ValueError(f"`exact` is {grains} grains: give at least 1")
+
+    def exact_sums(loss_fn: LossFn, microbatches: int) -> GradientEngine:
+        return _grain_by_grain(plain(loss_fn), grains, microbatches)
+
+    return Engine(exact_sums, accumulates=True, by_parts=True)
+
+
+def _grain_by_grain(one: GradientEngine, grains: int, microbatches: int) -> GradientEngine:
+    def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
+        del model_state  # which an engine by parts is not given
+        axes = _taken_over()
+        parts = math.prod(map(jax.lax.axis_size, axes))
+        here = grains_of_a_device(grains, parts, microbatches)
+        cut, rows = _cut(batch, grains, here)
+        start = jax.lax.axis_index(axes) * here if axes else 0
+        at = functools.partial(_at, cut)
+
+        def gradient(own, j, params, scale):
+            sums = one(params, None, own, key(start + j), scale, frozen=frozen)
+            return sums.grads, sums.loss
+
+        with apart_along(*GATHERED_AXES):
+            with_key = lambda rng: one(params, None, at(0), rng, loss_scale, frozen=frozen)  # noqa: E731
+            key, _ = microbatch_keys(with_key, rng, grains, rows=rows, in_order=True)
+            zero = _zero(jax.random.key_data(rng).ravel()[0])
+            sums = _counted(gradient, at, (params, loss_scale), here, zero)
+        grads, loss = _over_devices(sums, axes, specs_of(params) or {})
+        return GradientSums(grads, loss, None, grains)
+
+    return engine
+
+
+def apart(update: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Makes ``(state, sums) -> (state, metrics)`` the body of a loop, which no compiler fuses with
+    what is around it, for its single pass is known when it runs alone.
+
+    Raises:
+      ValueError: when it is traced for one device, the update has products of matrices, whose
+        transposes XLA lays out otherwise there than on several devices (jax 0.10.2).
+    """
+
+    def within(state: Any, sums: Any) -> tuple[Any, Any]:
+        if jax.sharding.get_abstract_mesh().size == 1:
+            traced = jax.make_jaxpr(update)(state, sums).jaxpr
+            if any(eqn.primitive.name == "dot_general" for eqn in equations(traced)):
+                raise ValueError(
+                    "`exact` is given, the mesh has one device and the optimizer's update has "
+                    "products of matrices (muon), whose bits there are not those of several "
+                    "devices: use 2 or more, or another optimizer"
+                )
+
+        def body(i: jax.Array, carried: Any) -> Any:
+            state, _ = carried
+            _, state, own = fence((i, state, sums))
+            return update(state, own)
+
+        metrics = jax.tree.map(_zeros, jax.eval_shape(update, state, sums)[1])
+        zero = _zero(jax.random.key_data(state.rng).ravel()[0])
+        return jax.lax.fori_loop(0, 1 + zero, body, (state, metrics))
+
+    return within
+
+
+def grains_of_a_device(grains: int, parts: int, microbatches: int = 1) -> int:
+    """Returns how many grains each of ``parts`` devices that split a batch has.
+
+    Raises:
+      ValueError: a tree of so many grains cannot be cut so, or grains are larger than the
+        microbatches that are asked for.
+
+    >>> grains_of_a_device(8, 4), grains_of_a_device(24, 3), grains_of_a_device(6, 1)
+    (2, 8, 6)
+    """
+    here, left = divmod(grains, parts)
+    if left or (parts > 1 and here & (here - 1)):
+        fit = [n for n in range(1, grains + 1) if n == 1 or _halves(grains, n)]
+        near = min(fit, key=lambda n: (abs(n - parts), n))
+        raise ValueError(
+            f"`exact` is {grains} grains and {parts} devices split the batch: each must have the "
+            f"same power of two of them; use {near} devices, or 2^k x {parts} grains"
+        )
+    if here < microbatches:
+        raise ValueError(
+            f"`exact` is {grains} grains, of which a device has {here}, and `accumulate` "
+            f"{microbatches}: grains are computed one by one, so give more of them, or "
+            f"`accumulate` of at most {here}"
+        )
+    return here
+
+
+def on_whole_state(
+    step: Callable[[PyTree, PyTree], Any], grains: int
+) -> Callable[[PyTree, PyTree], Any]:
+    """Makes each device of the axes of the batch run a step on its own rows and the whole state, of
+    which it keeps its part; other axes are left to the partitioner.
+
+    Args:
+      step: ``(state, batch) -> (state, metrics)``.
+      grains: K, for the report.
+
+    Raises:
+      ValueError: when it is traced, there is no mesh, the state is not the one compiled for, or not
+        every leaf of the batch begins with its rows.
+    """
+
+    def stepped(state: PyTree, batch: PyTree) -> Any:
+        report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
+        return _mapped(lambda _, *given: step(*given), state, batch, returns_state=True)
+
+    return functools.wraps(step)(stepped)
+
+
+def evaluated_in_grains(
+    evaluate: Callable[[PyTree, PyTree], WeightedLoss], grains: int
+) -> Callable[[PyTree, PyTree], WeightedLoss]:
+    """Makes ``(state, batch) -> WeightedLoss`` the sum along the tree of those of grains, of which
+    there are as many as divide both K and the rows.
+
+    Args:
+      evaluate: of some rows.
+      grains: K.
+    """
+
+    def loss(rows: PyTree, j: Any, state: PyTree) -> tuple[None, WeightedLoss]:
+        del j
+        return None, evaluate(state, rows)
+
+    def evaluated(shards: Shards, state: PyTree, batch: PyTree) -> WeightedLoss:
+        parts = math.prod(map(jax.lax.axis_size, shards.axes))
+        count = math.gcd(row_count(batch) * parts, grains)
+        here = grains_of_a_device(count, parts)
+        cut, _ = _cut(batch, count, here)
+        with apart_along(*GATHERED_AXES):
+            some = jax.tree.leaves(state.params)[0].ravel()[0].astype(jnp.float32)
+            zero = _zero(jax.lax.bitcast_convert_type(some, jnp.uint32))
+            sums = _counted(loss, functools.partial(_at, cut), (state,), here, zero)
+        return _over_devices(sums, shards.axes, {})[1]
+
+    def whole(state: PyTree, batch: PyTree) -> WeightedLoss:
+        report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
+        return _mapped(evaluated, state, batch, returns_state=False)
+
+    return functools.wraps(evaluate)(whole)
+
+
+def _mapped(
+    function: Callable[[Shards, PyTree, PyTree], Any],
+    state: PyTree,
+    batch: PyTree,
+    *,
+    returns_state: bool,
+) -> Any:
+    """Runs a function of axes, the whole state and a device's own rows."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not sizes_are_final():  # an estimate's
+        return function(Shards(), state, batch)
+    specs = None if mesh.empty else specs_of_state(state)
+    if specs is None:
+        raise ValueError(
+            "the step is exact and does not know its mesh, or how its state lies there: compile it "
+            "with jaxtrain.compile_step(mesh=), for a mesh that one device may make"
+        )
+    if not batch_is_leading():
+        raise ValueError(
+            "`exact` takes grains of rows, and not every leaf of the batch begins with its rows "
+            "(Rules(batch=)): leave it out"
+        )
+    axes = tuple(a for a in GATHERED_AXES if a in mesh.shape)
+    shards = Shards(axes, specs, specs, slow_axes())
+    places = shards.places(specs, state)
+
+    def on_device(state: PyTree, batch: PyTree) -> Any:
+        found = function(shards, shards.gathered(state), batch)
+        return (shards.cut(found[0]), *found[1:]) if returns_state else found
+
+    program = jax.shard_map(
+        on_device,
+        axis_names=set(axes),
+        in_specs=(places, jax.tree.map(lambda x: P(axes) if jnp.ndim(x) else P(), batch)),
+        out_specs=(places, P()) if returns_state else P(),
+        check_vma=False,
+    )
+    return program(state, batch)
+
+
+def _taken_over() -> tuple[str, ...]:
+    """The axes of the batch that surrounding code has taken over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(a for a in GATHERED_AXES if kinds.get(a) == jax.sharding.AxisType.Manual)
+
+
+def _halves(grains: int, parts: int) -> bool:
+    here, left = divmod(grains, parts)
+    return not left and not here & (here - 1)
+
+
+def _cut(batch: PyTree, grains: int, here: int) -> tuple[PyTree, int]:
+    """Cuts this device's rows into grains [here, M, ...]; also returns M."""
+    batch = jax.tree.map(jnp.asarray, batch)
+    counts = {name: x.shape[0] for name, x in named_leaves(batch).items() if x.ndim}
+    rows = max(counts.values(), default=0)
+    for name, own in counts.items():
+        if own != rows or rows % here:
+            whole = own * grains // here
+            raise ValueError(
+                f"batch leaf {name!r} has {whole} rows and `exact` is {grains} grains: give every "
+                f"leaf the same multiple of {grains} rows, or make it a scalar"
+            )
+    cut = lambda x: x.reshape(here, rows // here, *x.shape[1:]) if x.ndim else x  # noqa: E731
+    return jax.tree.map(cut, batch), rows // here
+
+
+def _add(first: tuple[PyTree, WeightedLoss], second: tuple[PyTree, WeightedLoss]) -> Any:
+    return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]
+
+
+def _counted(
+    node: Callable[..., PyTree],
+    rows: Callable[[Any], PyTree],
+    shared: PyTree,
+    count: int,
+    zero: jax.Array,
+) -> PyTree:
+    """Adds nodes 0 .. count - 1 along the tree, as a binary counter carries.
+
+    Args:
+      node: ``(rows, j, *shared) -> node``.
+      rows: those of node j. They come around with the loop, so that they are not fused with it.
+      shared: what all nodes have alike.
+      count: how many.
+      zero: of :func:`_zero`.
+    """
+    levels = count.bit_length()
+    shapes = jax.eval_shape(node, rows(0), zero, *shared)
+    start = jax.tree.map(lambda s: jnp.zeros((levels, *s.shape), s.dtype), shapes)
+    at = lambda sums, level: jax.tree.map(lambda x: x[level], sums)  # noqa: E731
+
+    def add(j: jax.Array, carried: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        own, sums = carried
+        j, own, given = fence((j, own, shared))
+        level = jax.lax.population_count(j ^ (j + 1)) - 1  # ones at the end of j
+        x = node(own, j, *given)
+        if count > 1:
+            carry = lambda level, x: _add(at(sums, level), x)  # noqa: E731
+            x = jax.lax.fori_loop(0, level, carry, x)
+        sums = jax.tree.map(lambda every, one: every.at[level].set(one), sums, x)
+        return rows(jnp.minimum(j + 1, count - 1)), sums
+
+    _, sums = jax.lax.fori_loop(0, count + zero, add, (rows(0), start))
+    kept = [level for level in range(levels) if count >> level & 1]
+    total = at(sums, kept[0])
+    for level in kept[1:]:
+        total = _add(at(sums, level), total)
+    return total
+
+
+def _at(cut: PyTree, j: Any) -> PyTree:
+    """The rows of grain j; what has no rows is the same for all."""
+    return jax.tree.map(lambda x: x[j] if jnp.ndim(x) else x, cut)
+
+
+def _zero(bits: jax.Array) -> jax.Array:
+    """0, of a 32-bit number that the compiler does not know: a loop of one pass stays a loop."""
+    return jnp.minimum((bits >> 1).astype(jnp.int32), 0)
+
+
+def _zeros(shape: Any) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _over_devices(
+    sums: tuple[PyTree, WeightedLoss], axes: tuple[str, ...], specs: Mapping[str, P]
+) -> Any:
+    """Adds what devices have, in their order, along the tree."""
+    grads, loss = sums
+    if not axes:
+        return sums
+    grads = Shards(axes, specs, specs, slow_axes()).summed_in_order(grads)
+    return grads, tree_sum(jax.lax.all_gather(loss, axes), lambda a, b: a + b)

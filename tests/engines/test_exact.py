@@ -1,0 +1,178 @@
+"""Every bit of an exact run is the same on any number of devices."""
+
+import dataclasses
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtrain as jt
+from jaxtrain.decisions import Kind, Why
+from jaxtrain.engines.exact import grains_of_a_device
+from jaxtrain.layout import Layout, MeshShape
+from jaxtrain.models import decoder
+from jaxtrain.sharding.collectives import tree_sum
+from jaxtrain.step import scan_steps
+from jaxtrain.tree import key_data
+from tests import problems
+
+GRAINS, ROWS, LENGTH, STEPS = 8, 16, 12, 4
+MODEL = dataclasses.replace(
+    decoder.tiny(), layers=2, width=16, heads=2, mlp_width=48, vocab_size=64, dropout=0.2
+)
+
+
+def batch(number, rows=ROWS):
+    r = np.random.default_rng(number)
+    tokens = r.integers(0, 64, (rows, LENGTH + 1), dtype=np.int32)
+    mask = (r.random((rows, LENGTH)) < 0.8).astype(np.float32)
+    shared = {"segments": np.ones_like(mask, np.int32), "mask": mask}
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]} | shared
+
+
+def digest(tree):
+    """A hash of all leaves."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(jax.device_get(jax.tree.map(key_data, tree))):
+        found.update(np.ascontiguousarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+def train(
+    axes,
+    *,
+    zero=0,
+    calls=1,
+    accumulate=1,
+    grains=GRAINS,
+    optimizer="adamw",
+    policy=None,
+    model=MODEL,
+    rows=ROWS,
+):
+    """Digests of the state, of the metrics of all steps and of an evaluation."""
+    count = int(np.prod(list(axes.values())))
+    mesh = jt.make_mesh(**axes, devices=jax.devices()[:count])
+    chain = jt.make_optimizer(optimizer, 1e-2, clip_norm=0.5, stacked=("^blocks/",), ema=0.9)
+    init = functools.partial(decoder.init, model)
+    given = {"mesh": mesh, "zero": zero, "policy": policy, "rules": decoder.RULES, "whole": True}
+    state = jt.init_state(init, chain, jax.random.key(0), **given)
+    loss = jt.loss_from_stages(decoder.stages(model))
+    own = {"gather": "model", "policy": policy, "exact": grains}
+    step = jt.build_train_step(loss, chain, accumulate=accumulate, norms=True, **own)
+    placed = {"mesh": mesh, "rules": decoder.RULES}
+    batches = [batch(number, rows) for number in range(STEPS)]
+    evaluate = jt.compile_step(
+        jt.build_eval_step(loss, **own), state, batches[0], donate=False, **placed
+    )
+    told = []
+    if calls > 1:
+        step = scan_steps(step)
+        batches = [batches[i : i + calls] for i in range(0, STEPS, calls)]
+    compiled = jt.compile_step(step, state, batches[0], **placed)
+    assert compiled.findings[Kind.EXACT] == (Why.GRAINS(grains=grains),)
+    for rows in batches:
+        state, metrics = compiled(state, rows)
+        told.append(jax.device_get(metrics))
+    flat = jax.tree.map(lambda *x: np.stack(x).ravel(), *told)
+    held_out = evaluate(state, batch(99, ROWS)).means()
+    return {"state": digest(state), "metrics": digest(flat), "held out": digest(held_out)}
+
+
+@functools.cache
+def on_one(**how):
+    return train({"data": 1}, **how)
+
+
+@pytest.mark.parametrize(
+    ("axes", "how"),
+    [
+        ({"data": 8}, {"zero": 1}),
+        ({"data": 2, "fsdp": 2}, {"zero": 3, "accumulate": 2, "calls": 2}),
+    ],
+)
+def test_bits_are_those_of_one_device(axes, how):
+    assert train(axes, **how) == on_one()
+
+
+FUZZ = [
+    ("lamb", None), ("adafactor", "f32"), ("adamw", "bf16"), ("lion", "bf16"), ("adan", "fp16")
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jaxtrain.precision.PrecisionWarning")
+@pytest.mark.parametrize("seed", range(12))
+def test_random_runs_have_the_bits_of_one_device(seed):
+    r = np.random.default_rng(seed)
+    optimizer, policy = FUZZ[seed % len(FUZZ)]
+    sizes = {"width": 2 * int(r.integers(4, 10)), "mlp_width": int(r.integers(17, 60))}
+    model = dataclasses.replace(MODEL, layers=int(r.integers(1, 5)), **sizes)
+    grains = int(r.choice([8, 16, 24]))
+    how = {"optimizer": optimizer, "policy": policy, "model": model, "grains": grains}
+    how["rows"] = grains * int(r.integers(1, 4))
+    one = train({"data": 1}, **how)
+    for axes in ({"data": 4, "fsdp": 2}, {"fsdp": 8}, {"data": 2}):
+        zero = int(r.integers(0, 4))
+        assert train(axes, zero=zero, **how) == one, (axes, zero, how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
+def test_bits_are_those_of_the_same_cut(axes):
+    assert train({"data": 2, "fsdp": 2} | axes) == train({"data": 1} | axes)
+
+
+@pytest.mark.slow
+def test_muon_has_the_same_bits_on_two_devices_or_more():
+    how = {"optimizer": "muon"}
+    assert train({"data": 2, "fsdp": 4}, **how) == train({"data": 2}, **how)
+    with pytest.raises(ValueError, match="one device"):
+        train({"data": 1}, **how)
+
+
+def test_gradients_are_those_of_an_ordinary_step():
+    """A regression in float64 NumPy, whose rows weigh differently."""
+    params, rows = problems.init(jax.random.key(1)), problems.make_batch()
+    mesh = jt.make_mesh(data=4, devices=jax.devices()[:4])
+    chain = problems.record_gradients()
+    given = {"params": params, "mesh": mesh}
+    state = jt.init_state(problems.init, chain, jax.random.key(0), **given)
+    step = jt.build_train_step(jt.row_wise(problems.loss_fn), chain, exact=8)
+    found, metrics = jt.compile_step(step, state, rows, mesh=mesh)(state, rows)
+    loss, grads, weight = problems.reference(params, rows)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    assert float(metrics["weight"]) == weight
+    problems.assert_agree({"gradients": found.opt_state}, {"gradients": grads}, 1e-5)
+
+
+def test_the_tree_is_the_same_however_it_is_cut():
+    """Of random numbers, whose sums in another order differ."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=24).astype(np.float32))
+    for parts in (1, 3, 6, 12, 24):
+        nodes = jax.vmap(tree_sum)(x.reshape(parts, -1))
+        assert float(tree_sum(nodes)) == float(tree_sum(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: grains_of_a_device(8, 3), "3 devices split the batch.*use 2 devices"),
+        (lambda: grains_of_a_device(24, 4), "use 3 devices"),
+        (lambda: grains_of_a_device(8, 4, 4), "`accumulate` of at most 2"),
+        (lambda: Layout(exact=8, gather="layer"), "gather.*exact"),
+        (lambda: Layout(exact=8, offload_optimizer=True), "offload_optimizer.*exact"),
+        (lambda: Layout(exact=8, mesh=MeshShape(pipe=2)), "'pipe' has size 2 and `exact`"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_a_loss_that_is_no_sum_over_rows_is_refused():
+    with pytest.raises(ValueError, match=r"`exact` is 8 .* not declared a sum over rows"):
+        jt.build_train_step(problems.loss_fn, problems.record_gradients(), exact=8)
