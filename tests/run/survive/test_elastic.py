@@ -17,7 +17,7 @@ from tests import problems
 from tests.run.survive.processes import PATIENCE, WORKER, Process, last_step, logged
 from tests.run.test_loop import losses
 
-STEPS = 400
+STEPS = 600
 FLAGS = ("--elastic", "--hosts", "1:2", "--processes", "1", "--simulate-devices-per-process", "2")
 
 
