@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--chdir", default=".")
     parser.add_argument("--eval-every", type=int, default=0)
     parser.add_argument("--eval-batches", type=int, default=0)
+    parser.add_argument("--exact", type=int, default=0, help="grains")
     args = parser.parse_args()
     os.chdir(args.chdir)
 
@@ -107,7 +108,8 @@ def main() -> None:
     experiment = jt.Experiment.of(
         name="worker",
         init_fn=init,
-        loss_fn=loss_fn,
+        loss_fn=jt.row_wise(loss_fn) if args.exact else loss_fn,
+        layout=jt.Layout(exact=args.exact),
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=batches.shapes,
         train_batches=lambda start, sharding: data.BatchStream(
