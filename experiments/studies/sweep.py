@@ -36,7 +36,7 @@ from jaxtrain.study import command
 from jaxtrain.study.report import p_value
 from jaxtrain.tree import named_leaves
 
-RESULTS, SETTING, BEGUN, APART = "results.json", "setting", "begun", "apart"
+RESULTS, SETTING, BEGUN, APART, CURVES = "results.json", "setting", "begun", "apart", "curves"
 REACHES = " >= "
 # Timed rounds of a study in turns, and the number of held-out batches that it evaluates.
 ROUNDS, HELD_OUT = 5, 32
@@ -45,6 +45,8 @@ LEVEL = 0.05
 SMALL = "--seq-len 64 --global-batch 16 --sample-tokens 0 --held-out-bytes 100000"
 # By setting and column, a number for each seed. The first column that is shown is a loss.
 Rows = Mapping[str, Mapping[str, Sequence[float]]]
+# An axis of curves: of a setting, its log's series and its parameters, the numbers at some steps.
+Axis = Callable[[str, Mapping[str, Any], int, np.ndarray], np.ndarray]
 
 
 def lowest(rows: Rows) -> str:
@@ -83,6 +85,8 @@ class Study:
       seeds: default number of seeds.
       in_turns: whether the settings take turns within one process.
       begins: flags of a run that is trained first, into ``{study}/begun/trial-0``.
+      over: axes over which the picture has the loss as it falls, by name, in place of a panel for
+        each column.
     """
 
     settings: Mapping[str, str]
@@ -92,6 +96,7 @@ class Study:
     seeds: int = 3
     in_turns: bool = False
     begins: str | None = None
+    over: Mapping[str, Axis] = dataclasses.field(default_factory=dict)
     module: str = "experiments.gpt"
 
 
@@ -133,7 +138,7 @@ def main(study: Study, name: str, arguments: Sequence[str]) -> int:
         write_whole(folder / RESULTS, json_text(rows))
         _print(study, rows)
         if options.png is not None:
-            draw(study, rows, options.png)
+            (draw_curves if study.over else draw)(study, rows, options.png)
             print(options.png)
     return 0
 
@@ -156,6 +161,20 @@ def measure(study: Study, options: Options, rest: Sequence[str]) -> Rows | None:
     counts = {name: _counts(*_built(filled, text)) for name, text in settings.items()}
     found = _in_turns(filled) if study.in_turns else _of_runs(filled, folder, options.workers)
     return found and {name: found[name] | counts[name] for name in settings}
+
+
+def draw_curves(study: Study, rows: Rows, path: str) -> None:
+    """Draws the loss over each axis of a study, a line for each setting: the mean of its seeds."""
+    figure = new_figure(4.2 * len(study.over), 3.8)
+    loss = next(iter(study.shown))
+    panels = figure.subplots(1, len(study.over), sharey=True, squeeze=False)[0]
+    for place, (axes, name) in enumerate(zip(panels, study.over, strict=True)):
+        for setting, row in rows.items():
+            mean_curve = np.mean(row[CURVES], axis=0)
+            axes.plot(mean_curve[1 + place], mean_curve[0], label=setting, linewidth=1.2)
+        finish_axes(axes, loss if place == 0 else "", x=name)
+    panels[-1].legend(fontsize=7, frameon=False)
+    save_figure(figure, path)
 
 
 def draw(study: Study, rows: Rows, path: str) -> None:
@@ -215,7 +234,21 @@ def _of_runs(study: Study, folder: pathlib.Path, workers: int) -> Rows | None:
             )
         logs = [read_run(as_path(runs.run_dir(trial.number, s)), "").series for s in runs.seeds]
         found[name] = {c: [_number(x, m) for x in logs] for c, m in study.shown.items()}
+        if study.over:
+            _, each = _built(study, study.settings[name])
+            shapes = jax.eval_shape(each.task.init_fn, jax.random.key(0))
+            size = sum(x.size for x in jax.tree.leaves(shapes))
+            found[name][CURVES] = [_curve(study, metric, name, x, size) for x in logs]
     return found or None
+
+
+def _curve(
+    study: Study, metric: str, name: str, logged: Mapping[str, Any], size: int
+) -> list[list[float]]:
+    """The loss where a run was evaluated, and each axis there."""
+    steps, values = np.asarray(logged[metric].steps), np.asarray(logged[metric].values)
+    axes = [axis(name, logged, size, steps) for axis in study.over.values()]
+    return [values.tolist(), *(np.asarray(x).tolist() for x in axes)]
 
 
 def _number(logged: Mapping[str, Any], field: str) -> float:

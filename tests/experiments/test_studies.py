@@ -1,5 +1,6 @@
 """``python -m experiments.studies``: what is trained by which flags, and what is said of it."""
 
+import dataclasses
 import json
 import re
 
@@ -165,3 +166,17 @@ def test_a_study_at_toy_size(tmp_path, capsys, monkeypatch, name):
         assert re.search(rf"^{re.escape(setting)} +[\d,]+ ", out, re.M), out
     assert "nan" not in out
     assert (tmp_path / "picture.png").exists()
+
+
+def test_a_study_over_axes_keeps_and_draws_the_loss_as_it_falls(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "work", logs([]))
+    axes = {"steps": lambda name, logged, size, steps: steps * size}
+    study = dataclasses.replace(SMALL, over=axes)
+    given = ["--study-dir", str(tmp_path / "study"), "--png", str(tmp_path / "curves.png")]
+    assert run(capsys, study, *given)[0] == 0
+    rows = json.loads((tmp_path / "study" / sweep.RESULTS).read_text())
+    size = rows["plain"]["parameters"][0]
+    losses, steps = rows["plain"][sweep.CURVES][1]
+    assert losses == [3.2, 2.2 + 1e-9]
+    assert steps == [size, size * 10**9]
+    assert (tmp_path / "curves.png").stat().st_size > 5000
