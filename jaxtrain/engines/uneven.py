@@ -54,13 +54,15 @@ def uneven(shares: Sequence[float]) -> Engine:
     take shares of the microbatches of a step.
 
     Args:
-      shares: a positive number for each part of the axis, in the order of its devices. Of the
-        ``accumulate`` microbatches that each part has the rows of, all parts together take as many
-        as before. Without a mesh, or on one device, nothing changes.
+      shares: a positive number for each part of the axis, or for each of equally many parts (such
+        as those of a host), in the order of its devices. Of the ``accumulate`` microbatches that
+        each part has the rows of, all parts together take as many as before. Without a mesh, or on
+        one device, nothing changes.
 
     Raises:
-      ValueError: shares that are not positive; and where the step is traced, ``data`` has another
-        size, the loss has float16's scale, or a device cannot run on rows of its own.
+      ValueError: shares that are not positive; and where the step is traced, ``data`` has a size
+        that they do not divide, the loss has float16's scale, or a device cannot run on rows of
+        its own.
     """
     if not shares or not all(0 < share < math.inf for share in shares):
         raise ValueError(f"`row_shares` is {shares}: give numbers above 0")
@@ -81,8 +83,7 @@ def uneven(shares: Sequence[float]) -> Engine:
                     "2 or more"
                 )
             _check(told, len(shares), size, axes, loss_scale)
-            others = jax.lax.axis_size(axes) // size
-            parts = np.repeat(shares, others)
+            parts = np.repeat(shares, jax.lax.axis_size(axes) // len(shares))
             counts = microbatches_by_share(parts, microbatches * len(parts))
             first = np.cumsum([0, *counts])[:-1]
             units = jax.tree.map(lambda x: _units(x, axes, microbatches), batch)
@@ -122,9 +123,10 @@ def _units(x: jax.Array, axes: tuple[str, ...], microbatches: int) -> jax.Array:
 
 
 def _check(told: str, count: int, size: int, axes: tuple[str, ...], loss_scale: PyTree) -> None:
-    if count != size:
+    if size % count:
         raise ValueError(
-            f"`row_shares` is {told} and mesh axis {AXIS!r} has size {size}: give {size} numbers"
+            f"`row_shares` is {told} and mesh axis {AXIS!r} has size {size}: give {size} numbers, "
+            "or one for each host of as many"
         )
     if loss_scale is not None:
         raise ValueError(

@@ -87,9 +87,9 @@ class Config:
     """What every device rounds the gradients of a microbatch to, at random, before they are
     summed."""
     row_shares: tuple[float, ...] = ()
-    """Shares of a step's microbatches (--accumulate) that the parts of the mesh axis data take, one
-    number for each, such as 3 1 where the first is three times as fast; left out, all take the
-    same."""
+    """Shares of a step's microbatches (--accumulate) that the parts of the mesh axis data take, a
+    number for each or for each host, such as 3 1 where the first is three times as fast; left out,
+    all take the same."""
     cast_batch: str | None = None
     """Regex of names of batch arrays, such as '^x$': floating-point ones that match are cast to the
     dtype of the compute; a model that casts its inputs itself needs none."""

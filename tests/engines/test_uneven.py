@@ -1,5 +1,7 @@
 """Microbatches that are dealt by shares: the gradients of the plain step, on any mesh."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -44,12 +46,17 @@ def agree(found, wanted):
     [
         ((3, 1), {"data": 2, "tensor": 4}),
         pytest.param((1, 2, 4, 1), {"data": 4, "fsdp": 2}, marks=pytest.mark.slow),
+        pytest.param((3, 1), {"data": 4}, marks=pytest.mark.slow),
         pytest.param((5, 1, 1, 1, 1, 1, 1, 1), {"data": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_unequal_shares_are_the_plain_step_of_one_device(shares, axes):
     wanted = trained(jt.engines.plain.plain, jt.make_mesh(data=1, devices=jax.devices()[:1]))
-    found = trained(uneven(shares), jt.make_mesh(**axes), rules=RULES)
+    found = trained(
+        uneven(shares),
+        jt.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())]),
+        rules=RULES,
+    )
     agree(found, wanted)
     # Each part has a loop of its own length, by a number that differs among devices.
     assert "partition-id" in found[2].compiled.as_text()
