@@ -24,7 +24,7 @@ from jaxtrain.engines.members import AXIS
 from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain
 from jaxtrain.loss import LossFn
 from jaxtrain.ops.grouped import TRIPS
-from jaxtrain.sharding.placement import manual_batch_axes, sizes_are_final
+from jaxtrain.sharding.placement import free_axes, manual_batch_axes, sizes_are_final
 from jaxtrain.tree import PyTree
 
 
@@ -132,6 +132,12 @@ def _check(told: str, count: int, size: int, axes: tuple[str, ...], loss_scale: 
         raise ValueError(
             f"`row_shares` is {told} and the loss has float16's scale, for which devices would "
             "speak in each of unequally many microbatches: use bf16"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if AXIS not in axes and AXIS not in free_axes(mesh):
+        raise ValueError(
+            f"`row_shares` is {told} and a method has replicas, clients or members of a population "
+            f"on mesh axis {AXIS!r}, each with all of its rows: leave one of them out"
         )
     if AXIS not in axes:
         raise ValueError(
