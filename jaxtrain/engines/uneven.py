@@ -130,7 +130,7 @@ def _check(told: str, count: int, size: int, axes: tuple[str, ...], loss_scale: 
         )
     if loss_scale is not None:
         raise ValueError(
-            f"`row_shares` is {told} and the loss has float16's scale, for which devices would "
+            f"`row_shares` is {told} and precision fp16 has a loss scale, for which devices would "
             "speak in each of unequally many microbatches: use bf16"
         )
     mesh = jax.sharding.get_abstract_mesh()
@@ -143,6 +143,7 @@ def _check(told: str, count: int, size: int, axes: tuple[str, ...], loss_scale: 
         raise ValueError(
             f"`row_shares` is {told} and devices do not run on rows of their own here: the loss "
             "draws (dropout, attention_dropout) or is not declared a sum over rows, it has model "
-            "state, a weight or a gradient is split over data (ZeRO), or rows do not divide; mend "
-            "that, or leave row_shares out"
+            "state, a weight or a gradient is split over data (ZeRO), rows do not divide, or a "
+            "method has other parameters than the state's (late ones); mend that, or leave "
+            "row_shares out"
         )
