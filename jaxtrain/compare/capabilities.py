@@ -24,6 +24,7 @@ from jaxtrain.engines.compressed import Compress, compressed
 from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.engines.private import private
 from jaxtrain.engines.rounded import rounded
+from jaxtrain.engines.uneven import uneven
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.constrain import Constrain
@@ -418,6 +419,11 @@ def _changes() -> Iterator[Capability]:
     yield own("an engine", change=lambda e: e.with_(engine=engine), called="engine")
     same = lambda e: e.with_(engine=rounded(None))  # noqa: E731  what is drawn goes by the layout
     yield own("rounded gradients, neutral", change=same, called="engine")
+    shares = {
+        "layout": "data=2,accumulate=2",
+        "called": "row_shares|engine|pipe|draws|split over data|model state",
+    }
+    yield own("row shares by speed", change=lambda e: e.with_(engine=uneven((3.0, 1.0))), **shares)
     yield own("a method", change=lambda e: e.with_(method=method), called="method")
     thin = compressed(Compress("powersgd", rank=2, parts=2))
     # Errors are small differences of gradients.

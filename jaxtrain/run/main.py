@@ -27,6 +27,7 @@ from jaxtrain.compile import use_compilation_cache
 from jaxtrain.engines.compressed import Compress, compressed
 from jaxtrain.engines.private import DRAWN, private
 from jaxtrain.engines.rounded import rounded
+from jaxtrain.engines.uneven import uneven
 from jaxtrain.experiment import EvalBatches, Experiment, Repeated, no_batches
 from jaxtrain.host import distributed, exit_codes, output, quiet, storage
 from jaxtrain.host.paths import as_path
@@ -86,6 +87,10 @@ class Config:
     gradients: Literal["float32", "int8"] = "float32"
     """What every device rounds the gradients of a microbatch to, at random, before they are
     summed."""
+    row_shares: tuple[float, ...] = ()
+    """Shares of a step's microbatches (--accumulate) that the parts of the mesh axis data take, a
+    number for each or for each host, such as 3 1 where the first is three times as fast; left out,
+    all take the same."""
     cast_batch: str | None = None
     """Regex of names of batch arrays, such as '^x$': floating-point ones that match are cast to the
     dtype of the compute; a model that casts its inputs itself needs none."""
@@ -182,6 +187,8 @@ class Config:
             engine = private(self.private.clip, 0.0, self.global_batch, bands=self.private.bands)
             given = {"engine": dataclasses.replace(engine, check=_check_outline)} | given
         engines = {"gradients": rounded()} if self.gradients == "int8" else {}
+        if self.row_shares:
+            engines["row_shares"] = uneven(self.row_shares)
         if compress.name is not None:
             engines["compress.name"] = compressed(compress)
         for flag, engine in engines.items():

@@ -26,6 +26,7 @@ LayoutFlags = Annotated[Layout, tyro.conf.arg(name="")]
 # (`jaxtrain.build.depends_on_microbatches`).
 MAY_CHANGE = {
     "simulate_devices": Effect.ROUNDED,
+    "row_shares": Effect.ROUNDED,
     # Settings of a start, and not of the run; `steps` says what `epochs` comes to.
     **dict.fromkeys(("distributed.*", "epochs", "devices"), Effect.NONE),
 }
