@@ -112,6 +112,11 @@ def build_train_step(
                 f"`exact` is {exact} and the step has an engine of its own, {name_of(engine)!r}, "
                 "whose sums the mesh decides: leave one of them out"
             )
+        if as_policy(policy).count_rounding:
+            raise ValueError(
+                f"`exact` is {exact} and `count_rounding` True, whose counts are no sums of grains: "
+                "leave one of them out"
+            )
         if reason := why_not(loss_fn, has_model_state=has_model_state):
             raise ValueError(
                 f"`exact` is {exact} and a batch cannot be taken in grains, {reason}: leave it out"
