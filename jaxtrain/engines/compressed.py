@@ -120,9 +120,10 @@ class Parts(NamedTuple):
     received: list[float]
 
     def total(self, x: jax.Array) -> jax.Array:
-        """[r, ...] -> the sum over all parts [...]."""
-        x = x.sum(0)
-        return self._received(jax.lax.psum(x, AXIS) if self.mapped else x, 2)
+        """[r, ...] -> the sum over all parts [...], in float32 or wider."""
+        # Of 16 bits it would be rounded in between, and XLA's CPU compiler ends the process.
+        x, own = x.astype(jnp.promote_types(x.dtype, jnp.float32)).sum(0), x.dtype
+        return self._received(jax.lax.psum(x, AXIS) if self.mapped else x, 2).astype(own)
 
     def gathered(self, x: jax.Array) -> jax.Array:
         """[r, ...] -> [R, ...]."""
