@@ -9,7 +9,8 @@ of the first coefficients of the square root of the prefix sum, with columns of 
 Lampert 2024, https://arxiv.org/abs/2405.13763).
 
 A loss is computed row by row under ``jax.vmap``, whatever it is: a device keeps the gradients of
-all its rows of a microbatch. Noise is added behind the sum over devices, by a key of the step.
+all its rows of a microbatch, except those that :mod:`jaxtrain.engines.by_example` has as vectors.
+Noise is added behind the sum over devices, by a key of the step.
 
 Shapes: N rows of a batch.
 """
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.engines.accumulated import split_microbatches
+from jaxtrain.engines.by_example import gradients, is_outer, squared_norm, weighted_sum
 from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, trainable
 from jaxtrain.loss import LossFn, Reduction, Sum, WeightedLoss
 from jaxtrain.sharding.placement import apart_along, free_axes, manual_batch_axes
@@ -121,26 +123,29 @@ def _clipped(loss_fn: LossFn, microbatches: int, clip: float) -> GradientEngine:
                 loss, _ = loss_fn(combine(training, rest), None, row, key)
             return loss.total / jnp.where(loss.weight == 0, 1, loss.weight), to_accum_dtype(loss)
 
-        def one(row: PyTree, number: jax.Array) -> tuple[PyTree, WeightedLoss]:
+        def one(row: PyTree, number: jax.Array) -> tuple[PyTree, jax.Array, WeightedLoss]:
             row = jax.tree.map(lambda x, axis: x if axis is None else x[None], row, axes)
-            grads, loss = jax.grad(mean, has_aux=True)(training, row, number)
+            grads, loss = gradients(mean, training, row, number)
             grads = to_accum_dtype(grads)
-            norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
+            leaves = jax.tree.leaves(grads, is_leaf=is_outer)
+            norm = jnp.sqrt(sum(map(squared_norm, leaves)))
             usable = (number > 0) & all_finite((norm, loss.total, loss.weight))
             factor = jnp.minimum(1.0, clip / jnp.where(norm > 0, norm, 1.0))
             # A padded row may hold anything, and 0 times NaN is NaN.
-            grads = jax.tree.map(lambda g: jnp.where(usable, factor * g, 0), grads)
+            grads = jax.tree.map(lambda g: jnp.where(usable, g, 0), grads)
             told = {"clipped": (usable & (norm > clip), usable), "examples": Sum(usable)}
             told["not_finite"] = Sum((number > 0) & ~usable)
             told = jax.tree.map(jnp.float32, told)
             loss = jax.tree.map(lambda x: jnp.where(usable, x, 0), loss)
-            return grads, dataclasses.replace(loss, metrics=dict(loss.metrics) | told)
+            factor = jnp.where(usable, factor, 0)
+            return grads, factor, dataclasses.replace(loss, metrics=dict(loss.metrics) | told)
 
         def part(numbers_N: jax.Array, rows: PyTree) -> GradientSums:
-            grads, losses_N = jax.vmap(one, (axes, 0))(rows, numbers_N)
+            grads, factor_N, losses_N = jax.vmap(one, (axes, 0))(rows, numbers_N)
             zero = jax.tree.map(lambda x: jnp.zeros_like(x[0]), losses_N)
             loss, _ = jax.lax.scan(lambda total, x: (total + x, None), zero, losses_N)
-            grads = jax.tree.map(lambda g: g.sum(0), grads)
+            weighted = functools.partial(weighted_sum, factor_N=factor_N)
+            grads = jax.tree.map(weighted, grads, is_leaf=is_outer)
             return GradientSums(grads, loss, None, microbatches)
 
         if microbatches == 1:
