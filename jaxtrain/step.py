@@ -114,7 +114,7 @@ def build_train_step(
             )
         if as_policy(policy).count_rounding:
             raise ValueError(
-                f"`exact` is {exact} and `count_rounding` True, whose counts are no sums of grains: "
+                f"`exact` is {exact} and `count_rounding` True, whose counts grains do not have: "
                 "leave one of them out"
             )
         if reason := why_not(loss_fn, has_model_state=has_model_state):
