@@ -152,8 +152,8 @@ class Layout:
     evaluations and checkpoints fall between calls. Slower where a CPU convolves."""
     exact: int = 0
     """Grains of the global batch, a power of two at best, whose gradients are added in one order:
-    every number of devices along data and fsdp then has the same bits, and a device holds the whole
-    state for a moment in each step. 0 adds gradients in the fastest order."""
+    every number of devices from 2 on then has the same bits along data and fsdp, and a device holds
+    the whole state for a moment in each step. 0 adds gradients in the fastest order."""
     offload_optimizer: bool = False
     """Keep the optimizer state in host memory; only the update of each step brings it to the
     devices."""

@@ -91,7 +91,7 @@ def build_train_step(
         once per microbatch.
       norms: also report ``param_norm`` and ``update_norm`` (a pass over the parameters each).
       exact: the number of grains in which the gradient of a batch is computed, so that every bit is
-        the same for any number of devices along ``data`` and ``fsdp``, any ``zero`` and any
+        the same for any 2 or more devices along ``data`` and ``fsdp``, any ``zero`` and any
         ``accumulate`` (:mod:`jaxtrain.engines.exact`); 0 for the sums that are fastest.
 
     Returns:

@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -135,7 +136,8 @@ def _shared(item):
     if "layout" not in params:
         return item.nodeid
     del params["layout"]
-    return f"{item.nodeid.split('[')[0]} {params}"
+    # Where a function lies in memory is another place in every process.
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{item.nodeid.split('[')[0]} {params}")
 
 
 @pytest.fixture

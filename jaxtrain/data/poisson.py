@@ -88,7 +88,7 @@ def _check_rows(source: Any) -> None:
     if isinstance(source, Mixture) or getattr(source, "mixup", 0):
         why = "the data mix rows ({}): use one source, without mixup"
     elif isinstance(source, CorruptedSpans):
-        why = f"each stretch of text is {VERSIONS} rows ({{}}): use rows that are one each"
+        why = f"each stretch of text is {VERSIONS} rows of T5 ({{}}): use rows that are one each"
     elif isinstance(source, QuestionRows) and len(source.windows) > len(source.contexts):
         why = "the rows of a long context overlap ({}): give longer rows, or shorter contexts"
     if why is not None:

@@ -11,7 +11,6 @@ Shapes: K inputs and F outputs of a kernel, T places that it is applied to, N ex
 
 import collections
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +36,12 @@ def is_outer(leaf: Any) -> bool:
 
 def squared_norm(grad: jax.Array | Outer) -> jax.Array:
     """Returns the sum of squares of the gradient of one example."""
-    return math.prod(jnp.vdot(g, g) for g in (grad if is_outer(grad) else (grad,)))
+    if not is_outer(grad):
+        return jnp.vdot(grad, grad)
+    # The squares of one vector may underflow where the gradient is large: no clip would see it.
+    largest = jnp.abs(grad.x_K).max()
+    x, d = grad.x_K / jnp.where(largest > 0, largest, 1.0), largest * grad.d_F
+    return jnp.vdot(x, x) * jnp.vdot(d, d)
 
 
 def weighted_sum(grad: jax.Array | Outer, factor_N: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The same bits on any number of devices: gradients of grains, added along one binary tree.
+"""The same bits on two devices and any more: gradients of grains, added along one binary tree.
 
 A batch is K grains of M rows, in order, whatever the mesh. One program computes the gradient of a
 grain. The grains are the leaves of one binary tree: a device adds its own as a binary counter
@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain
-from jaxtrain.jaxprs import equations
 from jaxtrain.loss import LossFn, WeightedLoss
 from jaxtrain.sharding.collectives import Shards, tree_sum
 from jaxtrain.sharding.mesh import GATHERED_AXES
@@ -88,23 +87,9 @@ def _grain_by_grain(one: GradientEngine, grains: int, microbatches: int) -> Grad
 
 def apart(update: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any], tuple[Any, Any]]:
     """Makes ``(state, sums) -> (state, metrics)`` the body of a loop, which no compiler fuses with
-    what is around it, for its single pass is known when it runs alone.
-
-    Raises:
-      ValueError: when it is traced for one device, the update has products of matrices, whose
-        transposes XLA lays out otherwise there than on several devices (jax 0.10.2).
-    """
+    what is around it, for its single pass is known when it runs alone."""
 
     def within(state: Any, sums: Any) -> tuple[Any, Any]:
-        if jax.sharding.get_abstract_mesh().size == 1:
-            traced = jax.make_jaxpr(update)(state, sums).jaxpr
-            if any(eqn.primitive.name == "dot_general" for eqn in equations(traced)):
-                raise ValueError(
-                    "`exact` is given, the mesh has one device and the optimizer's update has "
-                    "products of matrices (muon), whose bits there are not those of several "
-                    "devices: use 2 or more, or another optimizer"
-                )
-
         def body(i: jax.Array, carried: Any) -> Any:
             state, _ = carried
             _, state, own = fence((i, state, sums))
@@ -214,7 +199,14 @@ def _mapped(
     if specs is None:
         raise ValueError(
             "the step is exact and does not know its mesh, or how its state lies there: compile it "
-            "with jaxtrain.compile_step(mesh=), for a mesh that one device may make"
+            "with jaxtrain.compile_step(mesh=)"
+        )
+    # It lays out transposes otherwise, so that sums of them are in another order (jax 0.10.2).
+    if mesh.size == 1:
+        raise ValueError(
+            "`exact` is given and the mesh has one device, for which XLA compiles another program "
+            "than for several, with other bits: use 2 devices or more; on a CPU, "
+            "`--simulate-devices 2`"
         )
     if not batch_is_leading():
         raise ValueError(

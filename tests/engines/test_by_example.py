@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.engines.by_example import gradients, is_outer, squared_norm, weighted_sum
+from jaxtrain.engines.by_example import Outer, gradients, is_outer, squared_norm, weighted_sum
 
 
 def loss(params, row, convolve):
@@ -56,6 +56,12 @@ def test_gradients_and_norms_of_rows_are_those_of_each_row_alone(numbers, shape,
         expected = np.tensordot(factors, each, 1)
         total = weighted_sum(g, factors)
         np.testing.assert_allclose(total, expected, rtol=0, atol=1e-5 * abs(expected).max())
+
+
+def test_a_norm_does_not_vanish_with_the_squares_of_one_vector():
+    tiny, large = np.full(4, 1e-24, np.float32), np.full(4, 1e18, np.float32)
+    assert squared_norm(Outer(tiny, large)) == pytest.approx(16e-12, rel=1e-5)
+    assert squared_norm(Outer(0 * tiny, large)) == 0
 
 
 def test_no_product_of_examples_is_made_where_two_vectors_will_do():

@@ -198,6 +198,7 @@ def test_training_agrees_with_one_device(form, layout, schedule, virtual, remat)
     assert_same_training(found, one_device(form))
 
 
+@pytest.mark.slow
 def test_zero_1_spreads_the_moments_and_changes_nothing():
     specs, found = pipelined("llama", "pipe 2 x data 2 x tensor 2", remat="none", zero=1)
     kernels = {name: spec for name, spec in specs.items() if name.endswith("mlp/up/kernel")}

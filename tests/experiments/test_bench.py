@@ -83,7 +83,7 @@ ROWS_ON_TINY_STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS_ON_TINY_STEPS)
+@pytest.mark.parametrize("name", ["dispatch", pytest.param("step", marks=pytest.mark.slow)])
 def test_rows_on_a_step_run(name, capsys, monkeypatch):
     monkeypatch.setattr(machine, "products_shape", lambda backend: (64, 2))
     getattr(row, name)(ROWS_ON_TINY_STEPS[name])

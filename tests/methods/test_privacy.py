@@ -80,7 +80,7 @@ def test_bands_take_turns_and_augmented_rows_are_drawn_anew():
     for source, words in (
         (mixed, r"the data mix rows .Augmented."),
         (dataclasses.replace(mixed, rows=mixed, mixup=0), r"the data mix rows .Augmented."),
-        (spans, r"each stretch of text is 4 rows .CorruptedSpans."),
+        (spans, r"each stretch of text is 4 rows of T5 .CorruptedSpans."),
         (long, "the rows of a long context overlap .QuestionRows."),
     ):
         with pytest.raises(ValueError, match=f"{words}, and private training draws each row"):

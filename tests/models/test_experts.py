@@ -160,6 +160,7 @@ def test_any_cut_of_a_batch_has_the_loss_the_gradients_and_the_loads_of_the_whol
         )
 
 
+@pytest.mark.slow
 def test_a_step_is_balanced_by_the_shares_of_the_one_before():
     """Whole and accumulated: the shares are those of all choices, and so is the loss by them."""
     config = dataclasses.replace(MOE, balance_over="step", layers=1)

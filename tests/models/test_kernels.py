@@ -136,10 +136,10 @@ def one_device(form):
     return train(form)[0]
 
 
-CASES = [("gpt2", {"data": 2, "tensor": 2})]
-CASES += [
+CASES = [
     pytest.param(*case, marks=pytest.mark.slow)
     for case in (
+        ("gpt2", {"data": 2, "tensor": 2}),
         ("llama", {"data": 2, "fsdp": 2, "tensor": 2}),
         ("gpt2", {"pipe": 2, "fsdp": 2, "tensor": 2}),
         ("llama", {"pipe": 2, "data": 2, "tensor": 2}),
