@@ -8,8 +8,8 @@ import jax
 import jaxtrain as jt
 from experiments.bench import Rounds, Variant, gpt_row, step_facts, stepping
 from experiments.bench.step import make_batch
+from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.models import decoder
-from jaxtrain.run.main import simulate_devices
 
 
 @dataclasses.dataclass(frozen=True)

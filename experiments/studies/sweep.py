@@ -235,9 +235,7 @@ def _of_runs(study: Study, folder: pathlib.Path, workers: int) -> Rows | None:
         logs = [read_run(as_path(runs.run_dir(trial.number, s)), "").series for s in runs.seeds]
         found[name] = {c: [_number(x, m) for x in logs] for c, m in study.shown.items()}
         if study.over:
-            _, each = _built(study, study.settings[name])
-            shapes = jax.eval_shape(each.task.init_fn, jax.random.key(0))
-            size = sum(x.size for x in jax.tree.leaves(shapes))
+            (size,) = _counts(*_built(study, study.settings[name]))["parameters"]
             found[name][CURVES] = [_curve(study, metric, name, x, size) for x in logs]
     return found or None
 
