@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.decisions import Kind, Why, describe
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import cache_folder, delete_oldest
-from jaxtrain.jaxprs import WIDE, equations, products_in
+from jaxtrain.jaxprs import WIDE, equations, multiplies_8_bits, products_in
 from jaxtrain.precision import OPTIMIZER, PrecisionWarning
 from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.mesh import platform as device_platform
@@ -41,6 +41,8 @@ from jaxtrain.tree import PyTree, named_leaves
 PROGRAM_BYTES = 4 << 30
 # Additions in a fixed order, and kernels by name: XLA implies the latter by the former.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+# Products of 8 bits by cuBLAS, which writes 16 bits; what XLA tunes against it writes float32.
+EIGHT_BITS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
 # A narrow number is rounded wherever the program says so, whatever is fused.
 ROUNDED = {"xla_allow_excess_precision": False}
 
@@ -256,9 +258,12 @@ def compile_step(
         options = dict(compiler_options or {})
         options = ROUNDED | options if Kind.EXACT in findings else options
         deterministic = deterministic or Kind.EXACT in findings
-        if deterministic and device_platform() in ("gpu", "cuda"):
-            options = DETERMINISTIC | options
-            report_finding(Kind.BITS, Why.BY(name=", ".join(DETERMINISTIC)))
+        if device_platform() in ("gpu", "cuda"):
+            if multiplies_8_bits(traced.jaxpr.jaxpr):
+                options = EIGHT_BITS | options
+            if deterministic:
+                options = DETERMINISTIC | options
+                report_finding(Kind.BITS, Why.BY(name=", ".join(DETERMINISTIC)))
         compiled, hiding = compile_hiding(traced.lower(), mesh, options, hide=hide_communication)
         if hiding:
             report_finding(Kind.HIDING, Why.OPTIONS(count=len(hiding), names=tuple(hiding)))

@@ -52,6 +52,13 @@ def products_in(jaxpr: Any, *, outside: Sequence[str] = ()) -> tuple[int, list[s
     return count, lines, reduced
 
 
+def multiplies_8_bits(jaxpr: Any) -> bool:
+    """Whether a traced program multiplies floating-point numbers of 8 bits."""
+    products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general")
+    dtypes = (eqn.invars[0].aval.dtype for eqn in products)
+    return any(d.itemsize == 1 and jnp.issubdtype(d, jnp.floating) for d in dtypes)
+
+
 def _where(eqn: Any) -> str:
     frames = getattr(eqn.source_info.traceback, "frames", None) or ()
     for frame in frames:

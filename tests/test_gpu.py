@@ -13,12 +13,14 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.compile import EIGHT_BITS
 from jaxtrain.models import decoder, exact
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.generate import generate
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.attention import attention
 from jaxtrain.ops.mask import Mask
+from jaxtrain.ops.scaled import scaled_product
 from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.tree import named_leaves
 from tests.ops.test_attention import definition
@@ -111,6 +113,25 @@ def test_a_step_has_the_loss_and_the_gradient_of_a_cpu_in_float32(form, precisio
         of = named_leaves(expected[1])[name]
         # That of a bias of keys is 0.
         assert np.linalg.norm(each - of) < 5 * near * (np.linalg.norm(of) + 0.01 * whole), name
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_tensor"])
+def test_products_of_eight_bits_are_those_of_a_cpu(recipe):
+    rng = np.random.default_rng(0)
+    x, w, dy = (rng.standard_normal(shape) for shape in ((256, 128), (128, 64), (256, 64)))
+    args = [jax.device_get(jnp.asarray(a, jnp.bfloat16)) for a in (x, w, dy)]
+
+    def both(x, w, dy):
+        y, pullback = jax.vjp(functools.partial(scaled_product, recipe), x, w)
+        return y, *pullback(dy)
+
+    compiled = jax.jit(both).lower(*args).compile(compiler_options=EIGHT_BITS)
+    assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') >= 2
+    found = compiled(*args)
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = jax.jit(both)(*args)
+    for each, of in zip(found, expected, strict=True):
+        assert distance(each, of) < 5e-3
 
 
 def test_a_deterministic_step_has_the_same_bits_twice():

@@ -60,11 +60,10 @@ def main(config: Config) -> None:
         )
 
     eager = {} if device == "cuda" else {"torch, eager": theirs(compiled=False, device=device)}
-    variants = eager | {
-        "torch, compiled": theirs(compiled=True, device=device),
-        "jaxtrain, layers scanned": own(1),
-        "jaxtrain, layers unrolled": own(model.layers),
-    }
+    # Scanned layers are no one's choice on a GPU.
+    scanned = {} if device == "cuda" else {"jaxtrain, layers scanned": own(1)}
+    variants = eager | {"torch, compiled": theirs(compiled=True, device=device)} | scanned
+    variants["jaxtrain, layers unrolled"] = own(model.layers)
     rows, steps = len(batch["tokens"]), config.calls
     told = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     gpt_row("torch", config, variants, model, rows, steps=steps, policy=policy, **told)

@@ -30,7 +30,7 @@ from flax import nnx
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import decoder, layers, parts
 from jaxtrain.models.config import Activation, BlockConfig, TokenFields, keys_seen
-from jaxtrain.ops.activations import ACTIVATIONS, GATED
+from jaxtrain.ops.activations import GATED, activate
 from jaxtrain.ops.linear import apply_kernel
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.sharding.placement import constrain, pin_residual, whole_rows
@@ -206,8 +206,9 @@ class Transform(nnx.Module):
         self.norm = parts.Norm(config.block, rngs=rngs)
 
     def hidden(self, x: jax.Array) -> jax.Array:
-        x_ND = self.transform(parts.rows(x) if x.ndim == 3 else x)
-        return self.norm(ACTIVATIONS[self.form](x_ND)).reshape(x.shape)
+        y_ND = self.transform.product(parts.rows(x) if x.ndim == 3 else x)
+        x_ND = activate(self.form, [y_ND], [self.transform.its_bias])
+        return self.norm(x_ND).reshape(x.shape)
 
 
 class TokenHead(Transform):

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtrain.models.config import INIT_STD, BlockConfig
-from jaxtrain.ops.activations import ACTIVATIONS, GATED
-from jaxtrain.ops.linear import matmul
+from jaxtrain.ops.activations import GATED, activate
+from jaxtrain.ops.linear import add_bias, matmul
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.remat import PRODUCT, rematerialised
@@ -36,12 +36,16 @@ class Dense(nnx.Linear):
     """
 
     def __call__(self, x_ND: jax.Array, place: Callable = lambda y_NF: y_NF) -> jax.Array:
-        y_NF = checkpoint_name(place(matmul(x_ND, self.kernel.get_value())), PRODUCT)
-        if self.bias is None:
-            return y_NF
-        # In bfloat16 the bias's gradient would be rounded after every row that is added to it.
-        bias_F, dtype = self.bias[...], jnp.result_type(y_NF, self.bias[...])
-        return (y_NF.astype(wide(dtype)) + bias_F.astype(wide(dtype)).reshape(1, -1)).astype(dtype)
+        return add_bias(self.product(x_ND, place), self.its_bias)
+
+    def product(self, x_ND: jax.Array, place: Callable = lambda y_NF: y_NF) -> jax.Array:
+        """The product without the bias."""
+        return checkpoint_name(place(matmul(x_ND, self.kernel.get_value())), PRODUCT)
+
+    @property
+    def its_bias(self) -> jax.Array | None:
+        """The bias [F], if there is one."""
+        return None if self.bias is None else self.bias[...]
 
 
 class Norm(nnx.Module):
@@ -86,7 +90,9 @@ class MLP(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         layers = (self.gate, self.up) if self.form in GATED else (self.up,)
-        hidden = _hidden(ACTIVATIONS[self.form](*map(_hidden, parts_of(x_BTD, *layers))))
+        products = parts_of(x_BTD, *(layer.product for layer in layers))
+        biases = [layer.its_bias for layer in layers]
+        hidden = _hidden(activate(self.form, [*map(_hidden, products)], biases))
         return sum_of_parts(self.down, hidden.reshape(*x_BTD.shape[:2], -1))
 
 
@@ -108,8 +114,9 @@ def dense(
     return Dense(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
 
 
-def parts_of(x_BTD: jax.Array, *layers: Dense) -> Sequence[jax.Array]:
-    """Dense layers of the residual stream, each device's heads or features of all positions.
+def parts_of(x_BTD: jax.Array, *layers: Callable) -> Sequence[jax.Array]:
+    """Dense layers of the residual stream, or their products: each device's heads or features of
+    all positions.
 
     Where the stream is split, what is gathered is not kept: the backward pass gathers it again.
     """

@@ -6,11 +6,12 @@ Computed in float32, returned in the dtype of their input.
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.ops.linear import add_bias
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.mesh import platform
 
@@ -34,14 +35,28 @@ def _activation(values: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., j
 
     @activation.defjvp
     def jvp(primals, tangents):
-        if platform() != "gpu":
-            y, *slopes = narrow(*primals)
-            return y, change(slopes, tangents)
-        # Not shared with the forward pass, of which XLA would keep a float32 array, and read it.
-        again = jax.checkpoint(lambda primals, tangents: change(narrow(*primals)[1:], tangents))
-        return activation(*primals), again(primals, tangents)
+        y, *slopes = narrow(*primals)
+        return y, change(slopes, tangents)
 
     return activation
+
+
+def activate(
+    form: str, products: Sequence[jax.Array], biases: Sequence[jax.Array | None]
+) -> jax.Array:
+    """Returns an activation, by its name, of products [..., F] with their biases [F] added.
+
+    On a GPU the backward pass adds and activates again: XLA would keep the sums with the biases,
+    and a float32 array, which are written and read besides the products.
+
+    >>> activate("relu", [jnp.array([-1.0, 2.0])], [jnp.array([3.0, 0.5])])
+    Array([2. , 2.5], dtype=float32)
+    """
+
+    def of(products, biases):
+        return ACTIVATIONS[form](*map(add_bias, products, biases))
+
+    return (jax.checkpoint(of) if platform() == "gpu" else of)(products, biases)
 
 
 @_activation

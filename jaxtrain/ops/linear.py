@@ -69,6 +69,15 @@ def apply_kernel(product: Product, x: jax.Array, kernel: Any) -> jax.Array:
     return product(x, kernel)
 
 
+def add_bias(y_NF: jax.Array, bias_F: jax.Array | None) -> jax.Array:
+    """Returns ``y + bias``, added in float32, in the dtype of both; None adds nothing."""
+    if bias_F is None:
+        return y_NF
+    # In bfloat16 the bias's gradient would be rounded after every row that is added to it.
+    dtype = jnp.result_type(y_NF, bias_F)
+    return (y_NF.astype(wide(dtype)) + bias_F.astype(wide(dtype)).reshape(1, -1)).astype(dtype)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LowRank:

@@ -412,9 +412,10 @@ def _one_pass(logits_NV, target_NV):
     the logits once for all (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867)."""
 
     def join(a, b):
-        peak = jnp.maximum(a[0], b[0])
-        total = sum(part[1] * jnp.exp(part[0] - peak) for part in (a, b))
-        return peak, total, a[2] + b[2]
+        # One exponential: that of the larger one is 1.
+        less, first = jnp.exp(-jnp.abs(a[0] - b[0])), a[0] >= b[0]
+        total = jnp.where(first, a[1] + b[1] * less, a[1] * less + b[1])
+        return jnp.maximum(a[0], b[0]), total, a[2] + b[2]
 
     given = logits_NV, jnp.ones_like(logits_NV), target_NV
     start = (jnp.asarray(x, logits_NV.dtype) for x in (MASKED, 0, 0))

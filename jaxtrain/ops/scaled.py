@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.ops.linear import Product
+from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import manual_batch_axes
 from jaxtrain.sharding.stack import LayerOrder, Stack
 from jaxtrain.tree import COUNTS, SEPARATOR, PyTree, Unnamed
@@ -145,7 +146,7 @@ class Scaled:
 def scaled_product(recipe: str, x_ND: jax.Array, w_DF: jax.Array) -> jax.Array:
     """Returns x @ w by a recipe of :data:`RECIPES`, in the dtype of x, and so its derivatives; N
     may be several dimensions, such as rows and positions."""
-    return _product(x_ND, w_DF.T, *RECIPES[recipe].y).astype(x_ND.dtype)
+    return _product(x_ND, w_DF.T, *RECIPES[recipe].y, x_ND.dtype)
 
 
 def _forward(recipe: str, x_ND: jax.Array, w_DF: jax.Array):
@@ -154,17 +155,17 @@ def _forward(recipe: str, x_ND: jax.Array, w_DF: jax.Array):
 
 def _backward(recipe: str, kept: tuple[jax.Array, jax.Array], dy_NF: jax.Array):
     (x_ND, w_DF), of = kept, RECIPES[recipe]
-    dx_ND = _product(dy_NF, w_DF, *of.dx)
-    if of.dw is None:
-        dw_DF = _sum_of_products(x_ND, dy_NF, range(x_ND.ndim - 1))
-    elif of.dw[0].scale == "tensor":
-        (x_ND, x_scale), (dy_NF, dy_scale) = map(rounded, (x_ND, dy_NF), of.dw)
-        dw_DF = _sum_of_products(x_ND, dy_NF, range(x_ND.ndim - 1))
-        dw_DF *= x_scale.reshape(()) * dy_scale.reshape(())
-    else:
+    dx_ND = _product(dy_NF, w_DF, *of.dx, x_ND.dtype)
+    if of.dw is not None and of.dw[0].scale != "tensor":
         x_DN, dy_FN = (a.reshape(-1, a.shape[-1]).T for a in (x_ND, dy_NF))
-        dw_DF = _product(x_DN, dy_FN, *of.dw)
-    return dx_ND.astype(kept[0].dtype), dw_DF.astype(w_DF.dtype)
+        return dx_ND, _product(x_DN, dy_FN, *of.dw, w_DF.dtype)
+    scale = 1.0
+    if of.dw is not None:
+        (x_ND, x_scale), (dy_NF, dy_scale) = map(rounded, (x_ND, dy_NF), of.dw)
+        scale = x_scale.reshape(()) * dy_scale.reshape(())
+    rows = tuple(range(x_ND.ndim - 1))
+    dw_DF = _dot(x_ND, dy_NF, (rows, rows), w_DF.dtype)
+    return dx_ND, (dw_DF * scale).astype(w_DF.dtype)
 
 
 scaled_product.defvjp(_forward, _backward)
@@ -230,17 +231,20 @@ def uncounted(params: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.base if is_counted(x) else x, params, is_leaf=is_counted)
 
 
-def _product(a_MK: jax.Array, b_LK: jax.Array, of_a: Rounding, of_b: Rounding) -> jax.Array:
-    """Returns a @ b^T [M, L] of rounded operands, in float32."""
+def _product(
+    a_MK: jax.Array, b_LK: jax.Array, of_a: Rounding, of_b: Rounding, dtype: Any
+) -> jax.Array:
+    """Returns a @ b^T [M, L] of rounded operands."""
     (a_MK, a_M1), (b_LK, b_L1) = rounded(a_MK, of_a), rounded(b_LK, of_b)
-    last = (((a_MK.ndim - 1,), (1,)), ((), ()))
-    y_ML = jax.lax.dot_general(a_MK, b_LK, last, preferred_element_type=jnp.float32)
-    return y_ML * a_M1 * b_L1.T
+    y_ML = _dot(a_MK, b_LK, ((a_MK.ndim - 1,), (1,)), dtype)
+    return (y_ML * a_M1 * b_L1.T).astype(dtype)
 
 
-def _sum_of_products(a_NK: jax.Array, b_NL: jax.Array, rows: Sequence[int]) -> jax.Array:
-    over = ((tuple(rows), tuple(rows)), ((), ()))
-    return jax.lax.dot_general(a_NK, b_NL, over, preferred_element_type=jnp.float32)
+def _dot(a: jax.Array, b: jax.Array, over: tuple[Sequence[int], Sequence[int]], dtype: Any):
+    """The product before it is scaled, summed in float32: on a GPU in the dtype that it is for, as
+    a float32 array would be written and read once more."""
+    wide = dtype if platform() == "gpu" else jnp.float32
+    return jax.lax.dot_general(a, b, (over, ((), ())), preferred_element_type=wide)
 
 
 def rounded(x_MK: jax.Array, how: Rounding) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from jaxtrain.ops import activations, norms
-from jaxtrain.ops.activations import geglu, geglu_exact, gelu, relu, swiglu, swiglu_clamped
+from jaxtrain.ops.activations import (
+    activate,
+    geglu,
+    geglu_exact,
+    gelu,
+    relu,
+    swiglu,
+    swiglu_clamped,
+)
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
@@ -40,6 +48,14 @@ def plain_clamped(gate, up):
     return gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
 
 
+def biased(form, gate, bias):
+    return activate(form, [gate], [bias])
+
+
+def plain_biased(x, bias):
+    return plain_gelu(x + bias)
+
+
 def exact_geglu(gate, up):
     return jax.nn.gelu(gate, approximate=False) * up
 
@@ -49,6 +65,7 @@ CASES = {
     "layer_norm": (functools.partial(layer_norm, eps=EPS), plain_layer_norm, (WIDE, ROW, ROW)),
     "rms_norm": (functools.partial(rms_norm, eps=EPS), plain_rms_norm, (WIDE, ROW)),
     "gelu": (gelu, plain_gelu, (WIDE,)),
+    "biased gelu": (functools.partial(biased, "gelu"), plain_biased, (WIDE, ROW)),
     "swiglu": (swiglu, plain_swiglu, (WIDE, WIDE)),
     "swiglu_clamped": (swiglu_clamped, plain_clamped, (WIDE, WIDE)),
     "geglu": (geglu, lambda gate, up: plain_gelu(gate) * up, (WIDE, WIDE)),
@@ -104,7 +121,9 @@ def test_bfloat16_in_and_out_with_float32_between(name):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-@pytest.mark.parametrize(("name", "kept"), [("layer_norm", 1), ("rms_norm", 1), ("gelu", 1)])
+@pytest.mark.parametrize(
+    ("name", "kept"), [("layer_norm", 1), ("rms_norm", 1), ("gelu", 1), ("biased gelu", 1)]
+)
 def test_one_wide_array_is_kept_for_the_backward_pass(name, kept, platform, monkeypatch):
     take_the_form_of(platform, monkeypatch)
     function, _, shapes = CASES[name]
