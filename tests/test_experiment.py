@@ -161,6 +161,7 @@ def test_an_engine_of_ones_own_is_the_definition_and_the_same_on_every_mesh(accu
         assert found.agrees(1e-5), found
 
 
+@pytest.mark.slow
 def test_fit_replay_parity_and_plans_have_the_plugs(tmp_path, monkeypatch):
     def build(config):
         engine = functools.partial(clipped, bound=0.1)

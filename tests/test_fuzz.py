@@ -24,6 +24,7 @@ def fuzz(*arguments, seconds):
     assert "0 refused" in done.stdout
 
 
+@pytest.mark.slow
 def test_models_that_were_wrong_once_agree_with_one_device():
     # Left to the partitioner, 10 and 13 had gradients wrong by half, 1 waited for ever, and 4
     # aborted.

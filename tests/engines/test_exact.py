@@ -93,7 +93,7 @@ def on_two(**how):
 @pytest.mark.parametrize(
     ("axes", "how"),
     [
-        ({"data": 8}, {"zero": 1}),
+        pytest.param({"data": 8}, {"zero": 1}, marks=pytest.mark.slow),
         ({"data": 2, "fsdp": 2}, {"zero": 3, "accumulate": 2, "calls": 2}),
     ],
 )

@@ -600,6 +600,7 @@ def small_training(mesh, optimizer, batches):
     return jax.device_get((state.params, state.opt_state, metrics))
 
 
+@pytest.mark.slow
 def test_accumulation_over_calls_composes():
     optimizer = jt.make_optimizer(
         "adamw", learning_rate=1e-2, clip_norm=0.1, eps=1e-4, accumulate=2

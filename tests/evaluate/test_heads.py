@@ -80,6 +80,7 @@ def test_answers_are_measured_as_by_squad_and_may_lack(monkeypatch, tmp_path, ca
     assert found == pytest.approx({"count": 3, "exact": 2 / 3, "f1": (1 + 2 / 3 + 1) / 3})
 
 
+@pytest.mark.slow
 def test_images_are_reported_and_drawn_beside_the_results(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     pillow = pytest.importorskip("PIL.Image")

@@ -44,9 +44,8 @@ def drawn(tokens):
     )
 
 
-@pytest.mark.parametrize(
-    "axes", [{"data": 1}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 1}, {"fsdp": 2, "tensor": 2}])
 def test_each_token_is_scored_where_it_alone_is_masked(axes):
     config, params = drawn(61)
     mesh = jt.make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])

@@ -146,6 +146,7 @@ def pretrained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_pretrained_transformer_is_tuned_and_exported(pretrained, tmp_path, capsys):
     run, out, start = str(tmp_path / "run"), tmp_path / "out", tuning(pretrained)
     flags = [*start, "--init-from", f"{pretrained}/vit"]

@@ -359,6 +359,7 @@ def test_more_axes_leave_less_state_and_talk_more():
     assert 0.5 <= reduced / (2 * 7 / 8 * parameters) <= 1.1
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_1f1b_does_not_grow_with_its_microbatches():
     def sized(schedule, microbatches):
         pipeline = PipelineLayout(schedule=schedule, microbatches=microbatches)
@@ -407,6 +408,7 @@ def test_an_interleaved_pipeline_waits_as_its_table_says():
     assert found.bubble == bubble(table, forward=forward, backward=backward)
 
 
+@pytest.mark.slow
 def test_the_order_of_sizes_is_the_compilers():
     estimated, compiled = [], []
     for changes in ({"remat": "none"}, {"remat": "full", "accumulate": 4}):

@@ -301,6 +301,7 @@ class Box:
         self.target = targets.Target("cpu:8", chip, (8,))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_is_missing_and_what_would_do(monkeypatch):
     experiment = small()
     whole = plan_experiment(experiment, parse_target("cpu:8"))

@@ -268,6 +268,7 @@ def with_value(tree, path, value):
     return tree
 
 
+@pytest.mark.slow
 @settings(fuzz, max_examples=40)
 @given(st.data())
 def test_tokenizer_files(dry, texts, data):
@@ -358,8 +359,11 @@ def test_a_refusal_never_touches_an_existing_run(texts, run, tmp_path):
     "command",
     [
         ["experiments.gpt", "--data", "/nowhere"],
-        ["jaxtrain", "generate", "--run", "/nowhere"],
-        ["jaxtrain", "schedule", "--stages", "0", "--microbatches", "1"],
+        pytest.param(["jaxtrain", "generate", "--run", "/nowhere"], marks=pytest.mark.slow),
+        pytest.param(
+            ["jaxtrain", "schedule", "--stages", "0", "--microbatches", "1"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_real_process_refuses_in_one_line(command):

@@ -64,7 +64,8 @@ def test_a_run_of_many_steps_per_call_is_the_run_of_single_steps(tmp_path):
     assert timed[8] != timed[12]
 
 
-@pytest.mark.parametrize("stop", [6, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [6, 8])
 def test_a_run_resumed_inside_or_between_calls_has_the_same_bits(tmp_path, stop):
     whole = run(tmp_path / "whole", steps_per_call=4)
     run(tmp_path / "parts", steps_per_call=4, steps=stop)
@@ -120,6 +121,7 @@ def test_a_signal_stops_between_calls_and_the_run_goes_on_in_the_same_bits(tmp_p
     assert digest(resumed) == digest(run(tmp_path / "whole", steps_per_call=4, eval_batches=None))
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_counted_one_by_one(tmp_path):
     def train(k):
         layout = jt.Layout(accumulate=2, steps_per_call=k)

@@ -28,6 +28,7 @@ def test_the_steps_are_the_fewest_that_read_every_row_so_often(rows, epochs):
     assert jt.Config(global_batch=3).of_rows(source).steps == jt.Config.steps
 
 
+@pytest.mark.slow
 def test_a_run_of_epochs_has_their_steps_in_schedule_record_and_logs(tmp_path, capsys):
     """Of 32 rows, by 8."""
     flags = ["--log-every", "1", "--optimizer.schedule", "linear", "--optimizer.warmup-steps", "1"]

@@ -206,6 +206,7 @@ def test_a_folder_that_is_moved_while_its_run_goes_on_is_not_made_again(
     owner.check()
 
 
+@pytest.mark.slow
 def test_simultaneous_starts_get_two_folders_and_an_earlier_attempt_writes_no_more(tmp_path):
     """Two processes that start at once; a third takes over from one of them, which still runs."""
     flags = [WORKER, "new", "--chdir", str(tmp_path), "--save-every", "5", "--seconds", "0.05"]

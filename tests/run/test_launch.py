@@ -285,6 +285,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/environ").exists(), reason="needs Linux's /proc")
 def test_a_launcher_that_is_killed_leaves_no_process(tmp_path):
     """Children, and grandchildren: one has left their session, is stopped, has no environment."""

@@ -127,7 +127,8 @@ def test_batches_that_end_too_early_lose_no_metrics(steps_per_call):
     assert seen == [(1, 1.0), (2, 2.0), (3, 3.0)][: 3 if steps_per_call == 1 else 2]
 
 
-@pytest.mark.parametrize("steps_per_call", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps_per_call", [1, 2])
 def test_metrics_that_are_arrays_reach_hooks_logs_and_evaluations(tmp_path, steps_per_call):
     def loss_fn(params, batch, rng):
         loss = problems.loss_fn(params, batch, rng)

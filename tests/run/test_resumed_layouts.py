@@ -80,10 +80,8 @@ def test_every_field_that_has_a_flag_is_changed():
     assert CHANGED.keys() | alone == jt.Layout().values().keys()
 
 
-@pytest.mark.parametrize(
-    "field",
-    [x if x == "gather" else pytest.param(x, marks=pytest.mark.slow) for x in CHANGED],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("field", CHANGED)
 def test_a_run_goes_on_with_another_value(field, begun, tmp_path, capsys):
     before, after = CHANGED[field]
     whole = begun(before)

@@ -253,7 +253,8 @@ def test_a_full_disk_gives_up_the_oldest_checkpoint_that_the_save_would_delete(t
             assert checkpoints.steps() == [3]
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_processes_restore_one_and_the_same_or_fail_together(tmp_path, processes):
     with Checkpointer(tmp_path / "c", keep=None) as checkpoints:
         for step in (1, 2, 3):

@@ -46,6 +46,7 @@ def sources(seed, *lengths):
     return [[*rng.integers(3, 256, n - 1).tolist(), END] for n in lengths]
 
 
+@pytest.mark.slow
 def test_targets_are_those_of_generation():
     config, params = model_of()
     asked = sources(0, 1, 7, 20, 12, 5)

@@ -172,6 +172,7 @@ def test_processes_that_split_rows_or_experts_train_what_one_does(axis, texts, a
         assert max(map(len, of_train.values())) > STEPS * (ROWS if axis == "context" else ROWS // 2)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_said_by_all_processes_and_waits_for_none(texts, alone):
     """The folder is taken: process 0 finds it, and the others do not wait for it for ever."""
     done = launch(2, 1, "-m", "experiments.gpt", *flags_of(texts, alone))
@@ -193,6 +194,7 @@ print(owner.path, jax.process_count())
 """
 
 
+@pytest.mark.slow
 def test_processes_agree_on_the_next_free_number(tmp_path):
     (tmp_path / "runs" / "gpt-3").mkdir(parents=True)
     script = tmp_path / "script.py"
@@ -203,6 +205,7 @@ def test_processes_agree_on_the_next_free_number(tmp_path):
     assert sorted(lines) == ["[0] runs/gpt-4 2", "[1] runs/gpt-4 2"]
 
 
+@pytest.mark.slow
 def test_rows_that_each_process_reads_for_itself_make_one_batch():
     done = launch(2, 2, str(ROOT / "tests" / "workers" / "rows.py"))
     assert done.returncode == 0, done.stderr

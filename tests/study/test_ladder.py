@@ -35,6 +35,7 @@ def test_a_size_is_the_parameters_of_its_layers_and_its_flops_are_counted():
     assert point == {"width": 16, "heads": 1, "steps": 50}
 
 
+@pytest.mark.slow
 def test_what_makes_no_ladder_is_refused_before_anything_is_trained(tmp_path, capsys):
     few = refused(capsys, *asked(tmp_path, "1e7", "1e9", "2e9"), "--", *GPT)
     assert re.search(r"1e\+07 FLOPs, which are \d steps of width=16 heads=1: give \S+ or more", few)

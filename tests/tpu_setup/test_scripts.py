@@ -421,6 +421,7 @@ def test_resume_does_not_prepare_again_what_is_ready(cloud):
     assert cloud.verbs == [*first, *again, *again, "describe"]
 
 
+@pytest.mark.slow
 def test_resume_ends_with_an_error_of_the_run_and_after_enough_attempts(cloud):
     cloud.answer([["worker.sh state"], [ENDED[1]]], [["describe"], [[0, "READY"]]])
     (cloud.folder / "v").write_text("jax==0.10.2")

@@ -36,6 +36,7 @@ def steps_in(folder):
     return statistics.mode(counts.values()) / jax.device_count()
 
 
+@pytest.mark.slow
 def test_steps_are_traced_that_are_named_alarming_and_signalled(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(profiling, "STEPS", 2)
     monkeypatch.setattr(memory, "device_memory", lambda: {"peak_fraction": 0.9})

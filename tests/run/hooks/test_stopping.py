@@ -55,6 +55,7 @@ def test_hooks_and_writers_of_ones_own_are_told_what_the_logs_are(tmp_path):
     assert plug.closed == 1
 
 
+@pytest.mark.slow
 def test_a_run_stopped_on_purpose_is_whole_and_goes_on_only_when_asked(tmp_path, capsys):
     concluded = []
     experiment = make_experiment(

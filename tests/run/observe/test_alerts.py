@@ -227,6 +227,7 @@ def spiky(at):
     )
 
 
+@pytest.mark.slow
 def test_a_run_alarms_saves_and_stops_in_a_step_that_is_not_logged_and_again_when_killed(
     tmp_path, hub, capsys
 ):

@@ -62,6 +62,7 @@ def ill(tmp_path_factory):
     return train(tmp_path_factory.mktemp("slow") / "ill", *flags)
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_too_low_is_said_and_ten_times_of_it_is_better(ill, tmp_path, capsys):
     (found,) = diagnose(ill)
     assert found.cause == Cause.RATE_LOW

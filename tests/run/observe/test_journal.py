@@ -61,6 +61,7 @@ def test_changes_of_hosts_cost_the_time_until_the_first_step_and_that_of_steps_d
     assert goodput.changes_of_hosts([second, same]) == ([], 0.0)
 
 
+@pytest.mark.slow
 def test_every_record_says_when_which_attempt_and_where_and_restarts_are_counted(tmp_path):
     run = tmp_path / "run"
     options = jt.RunOptions(run_dir=str(run), log_every=1, save_every=2)

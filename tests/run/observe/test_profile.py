@@ -305,6 +305,7 @@ def toy(mesh):
     return jt.compile_step(step, state, batch, mesh=mesh), state, batch
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traces")
 def test_the_trace_of_a_step_names_its_parts_and_adds_up(tmp_path, capsys):
     train, state, batch = toy(jt.make_mesh(data=2, devices=jax.devices()[:2]))

@@ -54,6 +54,7 @@ def test_skips_in_a_row_are_counted_from_the_metrics():
             jt.RunOptions(**{name: -1})
 
 
+@pytest.mark.slow
 def test_fewer_skips_than_the_limit_are_survived_and_logged(tmp_path):
     flags = {"poison": (6, 7, 8, 10, 11, 12), "steps": 14}
     result = run(config(tmp_path, run={"max_consecutive_skips": 4}, **flags))
@@ -63,6 +64,7 @@ def test_fewer_skips_than_the_limit_are_survived_and_logged(tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
 
 
+@pytest.mark.slow
 def test_too_many_end_the_run_with_the_leaf_and_the_command_that_replays_it(tmp_path, capsys):
     folder = tmp_path / "run"
     flags = ["--steps", "20", "--poison", *map(str, range(7, 20)), "--run-dir", str(folder)]

@@ -96,6 +96,7 @@ def kill_and_resume(tmp_path, texts, moments, *, steps, seed, more=()):
     return kills
 
 
+@pytest.mark.slow
 def test_two_kills_one_of_them_during_a_save(texts, tmp_path):
     moments = [kill_in_a_step, kill_during_a_save]
     assert kill_and_resume(tmp_path, texts, moments, steps=40, seed=0) == 2

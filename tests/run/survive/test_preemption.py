@@ -146,6 +146,7 @@ def test_the_save_after_a_signal_is_tried_again(tmp_path, monkeypatch):
     assert Checkpointer(tmp_path / "checkpoints").steps() == [stop.value.step]
 
 
+@pytest.mark.slow
 def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(tmp_path, capsys):
     """In the loop and at the end: the run stops at that step, and resuming makes up for it."""
     asked = []

@@ -54,6 +54,7 @@ def test_when_a_process_is_killed_the_other_ends_and_says_which(tmp_path, victim
     assert Checkpointer(run / "checkpoints").latest_step() >= 5
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_one_saved_step_and_the_run_goes_on(tmp_path):
     run = tmp_path / "run"
     with workers(tmp_path, *MANY, "--slow-process", "1", count=2, devices=2) as processes:
@@ -199,6 +200,7 @@ def test_a_launched_run_of_which_one_process_is_killed_starts_again_and_is_compl
     assert [line["step"] for line in logged(run) if "train/loss" in line] == list(range(1, 41))
 
 
+@pytest.mark.slow
 def test_joining_the_others_does_not_take_sigterm_away(tmp_path):
     code = """
 import time
