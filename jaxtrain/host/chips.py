@@ -42,6 +42,28 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "Tesla T4": {"float16": 65e12},
 }
 
+# Watts of one device at most, by what JAX calls it. NVIDIA: the data sheet of each product, "Max
+# thermal design power", of GB200 a GPU's part. TPU v4: the highest that Jouppi et al. 2023
+# (https://arxiv.org/abs/2304.01433), table 4, have measured. Google publishes none of later TPUs.
+BOARD_WATTS: dict[str, float] = {
+    "TPU v4": 192,
+    "NVIDIA A100-SXM4-40GB": 400,
+    "NVIDIA A100-SXM4-80GB": 400,
+    "NVIDIA A100-PCIE-40GB": 250,
+    "NVIDIA A100 80GB PCIe": 300,
+    "NVIDIA H100 80GB HBM3": 700,
+    "NVIDIA H100 PCIe": 350,
+    "NVIDIA H100 NVL": 400,
+    "NVIDIA H200": 700,
+    "NVIDIA B200": 1000,
+    "NVIDIA GB200": 1200,
+    "NVIDIA L4": 72,
+    "NVIDIA L40S": 350,
+    "Tesla V100-SXM2-16GB": 300,
+    "Tesla V100-SXM2-32GB": 300,
+    "Tesla T4": 70,
+}
+
 
 # Rows of one table: equal only to themselves.
 @dataclasses.dataclass(frozen=True, eq=False)
