@@ -249,6 +249,39 @@ def test_the_widest_branches_are_told_in_lines_each_within_its_own(tmp_path, mon
     ]
 
 
+def test_what_differs_between_two_profiles_is_told_the_largest_first(capsys):
+    def made(name, steps, *times):
+        parts, at = [], 0.0
+        kinds = (("copies", "a"), ("dot", "b"), ("dot", "c"))
+        for (kind, scope), time in zip(kinds, times, strict=True):
+            if time:
+                what = programs.Operation(kind, "", (scope,), kind + scope)
+                parts.append(Event(at, at + time, what))
+            at += time
+        return trace.make_profile(name, steps, {"CPU:0": [parts]})
+
+    before = made("steps-1-2", 2, 2e6, 8e6, 0)
+    after = made("steps-1-4", 4, 6e6, 4e6, 8e6)
+    command.draw_difference(before, after, console := Console(width=100, file=io.StringIO()))
+    told = [" ".join(row.split()) for row in console.file.getvalue().splitlines()]
+    assert told == [
+        "steps-1-2 and steps-1-4 per step, means of 2 and 4",
+        "",
+        "by kind of operation before after change",
+        "dot 4.0 ms 3.0 ms -1.0 ms -25.0%",
+        "copies 1.0 ms 1.5 ms +500 µs +50.0%",
+        "all 5.0 ms 4.5 ms -500 µs -10.0%",
+        "",
+        "by part of the model before after change",
+        "b 4.0 ms 1.0 ms -3.0 ms -75.0%",
+        "c 0 µs 2.0 ms +2.0 ms new",
+        "a 1.0 ms 1.5 ms +500 µs +50.0%",
+        "all 5.0 ms 4.5 ms -500 µs -10.0%",
+    ]
+    with pytest.raises(ValueError, match="'other' does not say how many steps it has"):
+        command.draw_difference(before, made("other", None, 1, 1, 1), Console())
+
+
 def test_streams_of_a_gpu_share_their_time_and_hide_each_other(tmp_path):
     of = {"hlo_module": "jit_step", "program_id": "7"}
     lines = {
@@ -341,6 +374,8 @@ def test_the_trace_of_a_step_names_its_parts_and_adds_up(tmp_path, capsys):
     assert "per step, mean of 3, on 2 devices" in told
     assert cli.main(["profile", str(tmp_path / "run"), "--trace", "steps-1-1"]) == 0
     assert capsys.readouterr().out.startswith("steps-1-1: ")
+    assert cli.main(["profile", *[str(tmp_path / "run")] * 2]) == 0
+    assert "+0.0%" in capsys.readouterr().out
     for flags, words in (
         ([str(tmp_path)], "has no trace: start the run with --profile-steps"),
         ([str(tmp_path / "run"), "--trace", "steps-9-9"], "it has steps-1-1, steps-2-4"),
