@@ -42,28 +42,6 @@ PEAK_FLOPS: dict[str, dict[str, float]] = {
     "Tesla T4": {"float16": 65e12},
 }
 
-# Watts of one device at most, by what JAX calls it. NVIDIA: the data sheet of each product, "Max
-# thermal design power", of GB200 a GPU's part. TPU v4: the highest that Jouppi et al. 2023
-# (https://arxiv.org/abs/2304.01433), table 4, have measured. Google publishes none of later TPUs.
-BOARD_WATTS: dict[str, float] = {
-    "TPU v4": 192,
-    "NVIDIA A100-SXM4-40GB": 400,
-    "NVIDIA A100-SXM4-80GB": 400,
-    "NVIDIA A100-PCIE-40GB": 250,
-    "NVIDIA A100 80GB PCIe": 300,
-    "NVIDIA H100 80GB HBM3": 700,
-    "NVIDIA H100 PCIe": 350,
-    "NVIDIA H100 NVL": 400,
-    "NVIDIA H200": 700,
-    "NVIDIA B200": 1000,
-    "NVIDIA GB200": 1200,
-    "NVIDIA L4": 72,
-    "NVIDIA L40S": 350,
-    "Tesla V100-SXM2-16GB": 300,
-    "Tesla V100-SXM2-32GB": 300,
-    "Tesla T4": 70,
-}
-
 
 # Rows of one table: equal only to themselves.
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,6 +70,7 @@ class Chip:
         predicted: ``"matmul"``, ``"attention"`` (of all tiles of a kernel, also those that a mask
         lets it skip), ``"memory"`` and ``"links"``.
       cores_per_chip: JAX devices per chip as it is sold; topologies count chips.
+      watts: what its board takes at most; None where it is not published.
     """
 
     name: str
@@ -107,6 +86,7 @@ class Chip:
     host_bytes_per_s: float | None = None
     efficiency: Mapping[str, float] = dataclasses.field(default_factory=dict)
     cores_per_chip: int = 1
+    watts: float | None = None
 
     def peak_flops(self, dtype: Any) -> float | None:
         """Dense peak FLOP/s for operands of a dtype, or None where it is not known."""
@@ -150,6 +130,10 @@ _TPUS = {
     "v6e": ("TPU v6 lite", 31.24, 1638, 100, 100, 4, (0.8, 0.6, 0.9, 0.9)),
     "tpu7x": ("TPU7x", 94.74, 3690, 50, 50, 8, (0.8, 0.6, 0.9, 0.9)),
 }
+# Watts: "Max thermal design power" of NVIDIA's data sheets, of GB200 a GPU's part; of TPU v4 the
+# highest that Jouppi et al. 2023 (https://arxiv.org/abs/2304.01433), table 4, have measured. Google
+# publishes none of later ones.
+_WATTS = {"v4": 192, "a100": 400, "h100": 700, "h200": 700, "b200": 1000, "gb200": 1200}
 # The same, and TF32 TFLOP/s.
 _GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2039, 300, 200, (0.65, 0.5, 0.9, 0.8), 156),
@@ -181,6 +165,7 @@ def _make(name, kind, device_kind, memory, hbm, link, network, per_host, shares,
             dict(zip(("matmul", "attention", "memory", "links"), shares, strict=True))
         ),
         cores_per_chip=2 if name == "tpu7x" else 1,
+        watts=_WATTS.get(name),
     )
 
 

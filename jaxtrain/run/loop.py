@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxtrain import build
 from jaxtrain.experiment import Experiment, Metadata
 from jaxtrain.host import distributed, output, readings, storage
-from jaxtrain.host.chips import BOARD_WATTS
+from jaxtrain.host.chips import chip_of
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
@@ -544,8 +544,9 @@ def _costs(mesh: Mesh, peers: PeerGroup, price: float | None) -> dict[str, float
     """What an attempt takes, for its account (``goodput.COSTS``)."""
     device, found = mesh.devices.flat[0], {}
     if device.platform != "cpu":
-        watts = BOARD_WATTS.get(device.device_kind)
-        found = {"chips": mesh.size} | ({} if watts is None else {"watts": watts})
+        chip = chip_of(device.device_kind)
+        found = {"chips": mesh.size}
+        found |= {"watts": chip.watts} if chip and chip.watts else {}
     elif peers.processes == jax.process_count():  # simulated devices share their machine
         found = {"machines": len({socket.gethostname(), *peers.hosts.values()})}
     return found | ({} if price is None else {"price": price})

@@ -4,12 +4,13 @@ import dataclasses
 from collections.abc import Iterable
 
 import tyro
+from etils import epath
 from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.host.memory import human_seconds
-from jaxtrain.host.paths import as_path
-from jaxtrain.run.observe.profile import trace
+from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.run.observe.profile import hosts, trace
 from jaxtrain.run.observe.profile.programs import IDLE, OTHER, Operation
 
 # Rows of a table at most; branches, operations that are listed one by one, and devices; and the
@@ -31,12 +32,25 @@ class ProfileOptions:
     difference first."""
     trace: str | None = None
     """Which trace, such as steps-20-25; left out, the newest."""
+    timeline: str | None = None
+    """Also write all operations of all processes, on one clock, into this JSON file, which
+    https://ui.perfetto.dev and chrome://tracing open."""
 
 
 def run_profile(options: ProfileOptions, rest: list[str]) -> int:
     """Prints the tables."""
     del rest
     profile = _read(options.run_dir, options.trace)
+    if options.timeline is not None:
+        folder = _found(options.run_dir, options.trace)
+        lines, clocks = hosts.aligned(trace.read_timelines(folder))
+        if clocks is None and len(lines) > 1:
+            raise ValueError(
+                f"{folder} has {len(lines)} processes without a common collective: nothing tells "
+                "how their clocks differ; trace steps that all of them take"
+            )
+        write_whole(as_path(options.timeline), hosts.to_json(lines))
+        print(options.timeline)
     if options.other is None:
         draw(profile, Console())
     else:
@@ -45,13 +59,17 @@ def run_profile(options: ProfileOptions, rest: list[str]) -> int:
 
 
 def _read(run_dir: str, name: str | None) -> trace.Profile:
+    return trace.read_trace(_found(run_dir, name))
+
+
+def _found(run_dir: str, name: str | None) -> epath.Path:
     folder = trace.find_trace(as_path(run_dir), name)
     if folder is None:
         raise ValueError(
             f"{run_dir} has no trace: start the run with --profile-steps 20:25, or send "
             "SIGUSR1 to its process (the pid in its heartbeat.json) while it goes on"
         )
-    return trace.read_trace(folder)
+    return folder
 
 
 def draw(profile: trace.Profile, console: Console) -> None:
@@ -60,9 +78,13 @@ def draw(profile: trace.Profile, console: Console) -> None:
     per = "" if steps is None else f" per step, mean of {steps}" if steps > 1 else " of one step"
     on = f"{devices} devices" if devices > 1 else profile.devices[0].name
     console.print(f"{profile.name}: {human_seconds(profile.seconds)}{per}, on {on}", style="bold")
-    for make in (_kinds, _parts, _widest, _longest, _devices):
+    tables = [_kinds, _parts, _widest, _longest, _devices, *([_late] * bool(profile.late))]
+    for make in tables:
         console.print()
         console.print(make(profile))
+    if profile.clocks is not None:
+        apart = human_seconds(1e-9 * profile.clocks.apart)
+        console.print(f"\nclocks are compared by a collective's ends, which then agree to {apart}")
 
 
 def draw_difference(before: trace.Profile, after: trace.Profile, console: Console) -> None:
@@ -160,6 +182,13 @@ def _devices(profile: trace.Profile) -> Table:
         table.add_row(device.name, *map(human_seconds, times))
     if left := len(profile.devices) - len(shown):
         table.add_row(f"({left} more, that wait neither longest nor shortest)")
+    return table
+
+
+def _late(profile: trace.Profile) -> Table:
+    table = _table("step", "the slowest", "keeps another waiting")
+    for step, process, seconds in sorted(profile.late, key=lambda each: -each.seconds)[:ROWS]:
+        table.add_row(f"{step:,}", process, human_seconds(seconds))
     return table
 
 

@@ -32,8 +32,8 @@ LOGGED: Sequence[tuple[str, str, Callable[[np.ndarray], float], Callable[[float]
 
 
 def figures(records: Sequence[Record]) -> list[list[str]]:
-    """Returns the rows of the table: a name, and of each run the number, after the first one with
-    its change; without rows of which no run knows anything."""
+    """Returns the rows of the table: a name, and each run's number, from the second on with its
+    change."""
     told = [{name: rest for name, *rest in _told(record)} for record in records]
     rows = []
     for name in dict.fromkeys(name for of in told for name in of):
