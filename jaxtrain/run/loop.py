@@ -116,7 +116,8 @@ def train_loop(
                 f"the batches ended after {done + len(given)} steps and `steps` is {steps}: give a "
                 "batch for every step, or fewer steps"
             )
-        state, metrics = train(state, given[0] if steps_per_call == 1 else given)
+        with jax.profiler.StepTraceAnnotation("train", step_num=numbers[-1]):
+            state, metrics = train(state, given[0] if steps_per_call == 1 else given)
         read()
         pending = (numbers, metrics)
         done = numbers[-1]

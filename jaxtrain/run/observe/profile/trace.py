@@ -116,7 +116,8 @@ def read_trace(folder: epath.Path) -> Profile:
     """Reads a trace that ``jax.profiler`` has written. Raises ValueError where no device has done
     anything in it, or it cannot be read."""
     timelines, clocks = hosts.aligned(read_timelines(folder))
-    span = steps_of(folder.name)
+    steps = re.fullmatch(r"steps-(\d+)-(\d+)(-process-\d+)?", folder.name)
+    span = (int(steps[1]), int(steps[2]) - int(steps[1]) + 1) if steps else None
     late = tuple(hosts.waits(timelines, *span)) if clocks and span else ()
     devices = {
         f"{process} {name}" if len(timelines) > 1 else name: lines
@@ -125,12 +126,6 @@ def read_trace(folder: epath.Path) -> Profile:
     }
     profile = make_profile(folder.name, span and span[1], devices)
     return dataclasses.replace(profile, clocks=clocks, late=late)
-
-
-def steps_of(name: str) -> tuple[int, int] | None:
-    """The first of the steps in a trace of that name, and their number; None where it says none."""
-    steps = re.fullmatch(r"steps-(\d+)-(\d+)(-process-\d+)?", name)
-    return (int(steps[1]), int(steps[2]) - int(steps[1]) + 1) if steps else None
 
 
 def read_timelines(folder: epath.Path) -> dict[str, dict[str, list[list[Event]]]]:
