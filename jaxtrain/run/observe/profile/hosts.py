@@ -1,7 +1,7 @@
 """Traces of several processes on one clock, and which process the others wait for.
 
 A collective ends in all processes when the last one has come to it and all have what they need. So
-its ends tell how clocks differ, and its length in each process tells how long that one waits.
+its ends tell how clocks differ, and its starts, by one clock, for whom it waits.
 """
 
 import collections
@@ -34,8 +34,8 @@ class Wait(NamedTuple):
 
 
 def meetings(timelines: Timelines) -> dict[str, list[dict[str, Event]]]:
-    """Finds the collectives that all processes take part in: by name, each time that it runs, from
-    the arrival of a process's last device to the end, by process."""
+    """Finds the collectives that all processes have: by name, each time that it runs, from the
+    arrival of a process's last device to the end, by process."""
     found: dict[str, dict[str, list[Event]]] = collections.defaultdict(dict)
     for process, devices in timelines.items():
         runs: dict[tuple[str, int], list[Event]] = collections.defaultdict(list)
@@ -91,15 +91,15 @@ def aligned(timelines: Timelines) -> tuple[Timelines, Clocks | None]:
 
 def waits(timelines: Timelines, first_step: int, steps: int) -> list[Wait]:
     """Names the process that each step waits for: the one that others wait for longest in all its
-    collectives. It needs no common clock."""
+    collectives, by one clock. Those whose ends are no nearer to each other than their starts are
+    within processes, and nobody waits there."""
     late: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for runs in meetings(timelines).values():
         for i, run in enumerate(runs):
-            if len(runs) % steps == 0:
-                length = {process: e.end - e.start for process, e in run.items()}
-                last = min(length, key=length.__getitem__)
-                step = first_step + i // (len(runs) // steps)
-                late[step][last] += max(length.values()) - length[last]
+            starts, ends = (sorted(e[k] for e in run.values()) for k in (0, 1))
+            if len(runs) % steps == 0 and ends[-1] - ends[0] < starts[-1] - starts[0]:
+                last = max(run, key=lambda process: run[process].start)
+                late[first_step + i // (len(runs) // steps)][last] += starts[-1] - starts[0]
     most = {step: of.most_common(1)[0] for step, of in sorted(late.items())}
     return [Wait(step, process, 1e-9 * time) for step, (process, time) in most.items()]
 
