@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.host.paths import exists
+from jaxtrain.host.paths import exists, listed
 
 logger = logging.getLogger(__name__)
 
@@ -201,22 +201,19 @@ def _network() -> dict[str, float]:
 def _energy() -> Source:
     """RAPL's counters of CPU packages and of their memory, which begin again at 0 from time to
     time; nothing where there are none, or root alone may read them."""
-    domains, last, joules = [], {}, 0.0
-    for path in sorted(POWERCAP.glob("*-rapl:*")):
+    most, last, joules = {}, {}, 0.0
+    for path in listed(POWERCAP, "*-rapl:*"):
         with contextlib.suppress(OSError, ValueError):
             if re.match("package|dram", (path / "name").read_text()):
-                domains.append(
-                    (path / "energy_uj", int((path / "max_energy_range_uj").read_text()))
-                )
+                most[path] = int((path / "max_energy_range_uj").read_text())
+                last[path] = int((path / "energy_uj").read_text())
 
     def read() -> dict[str, float]:
         nonlocal joules
-        for path, most in domains:
-            now = int(path.read_text())
-            passed = now - last.get(path, now)
-            joules += 1e-6 * (passed if passed >= 0 else passed + most)
-            last[path] = now
-        return {"host/energy": joules / 3.6e6} if domains else {}
+        for path, before in last.items():
+            now = last[path] = int((path / "energy_uj").read_text())
+            joules += 1e-6 * (now - before + (most[path] if now < before else 0))
+        return {"host/energy": joules / 3.6e6} if last else {}
 
     return read
 

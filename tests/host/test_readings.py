@@ -141,6 +141,11 @@ def test_what_disk_network_and_cpus_took_is_counted_once(tmp_path, monkeypatch):
             ):
                 (cap / f"intel-rapl:{name}" / file).write_text(str(text))
 
+    assert readings._energy()() == {}
+    (cap / "intel-rapl:hidden").mkdir(parents=True)  # whose counter root alone may read
+    (cap / "intel-rapl:hidden/name").write_text("package-2\n")
+    (cap / "intel-rapl:hidden/max_energy_range_uj").write_text("1000")
+    assert readings._energy()() == {}
     dev(100, 10)
     rapl(a=900, b=10, c=500, d=5)
     network, energy = readings._since(readings._network), readings._energy()

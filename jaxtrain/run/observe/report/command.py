@@ -61,10 +61,12 @@ def run_report(options: ReportOptions, rest: list[str]) -> int:
         print(options.png)
     write_whole(out, make_page(records))
     print(out)
-    for line in _spent(records[0]) if len(records) == 1 else side_by_side(records):
-        print(line)
-    for record in records:
-        print("\n".join([record.name, *_causes(record)] if len(records) > 1 else _causes(record)))
+    if len(records) == 1:
+        lines = [*_causes(records[0]), *_spent(records[0])]
+    else:
+        causes = [line for record in records for line in (record.name, *_causes(record))]
+        lines = [*side_by_side(records), "", *causes]
+    print("\n".join(lines))
     return 0
 
 
