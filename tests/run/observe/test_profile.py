@@ -347,6 +347,7 @@ def test_two_real_processes_share_a_timeline_that_names_the_slow_one(tmp_path, c
     assert "process-1" in capsys.readouterr().out.partition("the slowest")[2]
     assert len({e["pid"] for e in json.loads(file.read_text())["traceEvents"]}) == 2
     assert flame.traced(run)["late"][0][:2] == [8, "process-1"]
+    assert health.examine(records.read_run(run, "run"))[-1].text == "The run is done, at step 16."
     told = health._slowest(records.read_run(run, "run"))
     assert re.match(r"Process 1 is the slowest in (9\d|100)% of the log's lines", told[0].text)
 

@@ -72,7 +72,9 @@ def _progress(record: Record, now: float) -> Finding:
     if record.stopped is not None:
         return Finding("good", f"The run was stopped on purpose at {at}: {record.stopped}.")
     beat = record.heartbeat.get("time")
-    if ended := record.heartbeat.get("ended"):
+    if (ended := record.heartbeat.get("ended")) == "done" and total is None:
+        return Finding("good", f"The run is done, at {at}.")
+    if ended:
         return Finding("bad", f"The run ended at {at} before it was complete ({ended}).")
     if isinstance(beat, int | float) and now - beat > SILENT_SECONDS:
         doing = record.heartbeat.get("doing", "step")
