@@ -70,6 +70,7 @@ class Chip:
         predicted: ``"matmul"``, ``"attention"`` (of all tiles of a kernel, also those that a mask
         lets it skip), ``"memory"`` and ``"links"``.
       cores_per_chip: JAX devices per chip as it is sold; topologies count chips.
+      watts: what its board takes at most; None where it is not published.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Chip:
     host_bytes_per_s: float | None = None
     efficiency: Mapping[str, float] = dataclasses.field(default_factory=dict)
     cores_per_chip: int = 1
+    watts: float | None = None
 
     def peak_flops(self, dtype: Any) -> float | None:
         """Dense peak FLOP/s for operands of a dtype, or None where it is not known."""
@@ -128,6 +130,10 @@ _TPUS = {
     "v6e": ("TPU v6 lite", 31.24, 1638, 100, 100, 4, (0.8, 0.6, 0.9, 0.9)),
     "tpu7x": ("TPU7x", 94.74, 3690, 50, 50, 8, (0.8, 0.6, 0.9, 0.9)),
 }
+# Watts: "Max thermal design power" of NVIDIA's data sheets, of GB200 a GPU's part; of TPU v4 the
+# highest that Jouppi et al. 2023 (https://arxiv.org/abs/2304.01433), table 4, have measured. Google
+# publishes none of later ones.
+_WATTS = {"v4": 192, "a100": 400, "h100": 700, "h200": 700, "b200": 1000, "gb200": 1200}
 # The same, and TF32 TFLOP/s.
 _GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 85_100_068_864, 2039, 300, 200, (0.65, 0.5, 0.9, 0.8), 156),
@@ -159,6 +165,7 @@ def _make(name, kind, device_kind, memory, hbm, link, network, per_host, shares,
             dict(zip(("matmul", "attention", "memory", "links"), shares, strict=True))
         ),
         cores_per_chip=2 if name == "tpu7x" else 1,
+        watts=_WATTS.get(name),
     )
 
 

@@ -9,19 +9,21 @@ import importlib
 import logging
 import os
 import pathlib
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jaxtrain.host.paths import exists
+from jaxtrain.host.paths import exists, listed
 
 logger = logging.getLogger(__name__)
 
 Source = Callable[[], dict[str, float]]
 
 PROC, CGROUP = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
+POWERCAP = pathlib.Path("/sys/class/powercap")
 
 
 def sources(devices: Sequence[jax.Device]) -> list[Source]:
@@ -125,12 +127,16 @@ def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
 
     Returns a source of ``host/cpu`` (the part of all cores that is busy, since the reading before),
     ``host/memory_fraction`` (in use, of the machine or of what its control group may have,
-    whichever is fuller), ``host/process_memory`` (bytes) and ``host/process_cores`` (cores that
-    this process keeps busy).
+    whichever is fuller), ``host/process_memory`` (bytes), ``host/process_cores`` (cores that this
+    process keeps busy), ``host/disk_read`` and ``host/disk_written`` (bytes of this process, from
+    its beginning), ``host/network_received`` and ``host/network_sent`` (bytes of the host through
+    interfaces that have a route, from the first reading on) and, where RAPL can be read,
+    ``host/energy`` (kWh of CPU packages and memory, from the first reading on).
     """
     if not exists(PROC / "stat"):
         return None
     before: dict[str, tuple[float, float]] = {}
+    network, energy = _since(_network), _energy()
 
     def rate(name: str, part: float, whole: float) -> dict[str, float]:
         last = before.get(name)
@@ -150,7 +156,64 @@ def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
             **rate("host/process_cores", times.user + times.system, clock()),
             "host/memory_fraction": max(_machine_memory(), _group_memory()),
             "host/process_memory": float(resident * os.sysconf("SC_PAGE_SIZE")),
+            **_disk(),
+            **network(),
+            **energy(),
         }
+
+    return read
+
+
+def _since(count: Source) -> Source:
+    """Takes what a count was at its first reading from all of its readings."""
+    first: dict[str, float] = {}
+    return lambda: {k: v - first.setdefault(k, v) for k, v in count().items()}
+
+
+def _disk() -> dict[str, float]:
+    """What this process has read from and written to storage (proc_pid_io(5)); not what the page
+    cache had, and no network file system."""
+    try:
+        text = (PROC / "self/io").read_text()
+    except OSError:  # a kernel without accounting, or a container that hides it
+        return {}
+    found = {line.partition(":")[0]: float(line.split()[1]) for line in text.splitlines()}
+    return {"host/disk_read": found["read_bytes"], "host/disk_written": found["write_bytes"]}
+
+
+def _network() -> dict[str, float]:
+    """Bytes through the interfaces that packets are routed through: neither the loopback nor the
+    parts of a bond, whose bytes would count twice."""
+    try:
+        routes = (PROC / "net/route").read_text().splitlines()[1:]
+        lines = (PROC / "net/dev").read_text().splitlines()[2:]
+    except OSError:
+        return {}
+    routed = {line.split()[0] for line in routes if line.split()}
+    of = {name.strip(): numbers.split() for name, _, numbers in (x.partition(":") for x in lines)}
+    kept = [of[name] for name in routed & of.keys()]
+    if not kept:
+        return {}
+    received, sent = (sum(float(numbers[i]) for numbers in kept) for i in (0, 8))
+    return {"host/network_received": received, "host/network_sent": sent}
+
+
+def _energy() -> Source:
+    """RAPL's counters of CPU packages and of their memory, which begin again at 0 from time to
+    time; nothing where there are none, or root alone may read them."""
+    most, last, joules = {}, {}, 0.0
+    for path in listed(POWERCAP, "*-rapl:*"):
+        with contextlib.suppress(OSError, ValueError):
+            if re.match("package|dram", (path / "name").read_text()):
+                most[path] = int((path / "max_energy_range_uj").read_text())
+                last[path] = int((path / "energy_uj").read_text())
+
+    def read() -> dict[str, float]:
+        nonlocal joules
+        for path, before in last.items():
+            now = last[path] = int((path / "energy_uj").read_text())
+            joules += 1e-6 * (now - before + (most[path] if now < before else 0))
+        return {"host/energy": joules / 3.6e6} if last else {}
 
     return read
 
@@ -172,18 +235,33 @@ def _group_memory() -> float:
         return 0.0
 
 
-def of_all(each: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+def of_all(
+    each: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str] | None = None
+) -> dict[str, float]:
     """Takes the readings of several processes together, by process. Returns of a reading the worst,
     and where there are several processes which one has it, as ``NAME_process``: the least
-    utilisation, the most of all else; power and memory of processes are summed.
+    utilisation, the most of all else. Power, memory of processes and what disks have moved are
+    summed over the processes; energy of CPUs and what the network has moved over the hosts.
+
+    Args:
+      hosts: the name of each process's host; None where each has one of its own.
 
     >>> of_all({0: {"device/temperature": 60.0}, 1: {"device/temperature": 84.0}})
     {'device/temperature': 84.0, 'device/temperature_process': 1}
+    >>> both = {0: {"host/network_sent": 3.0}, 1: {"host/network_sent": 4.0}}
+    >>> of_all(both), of_all(both, {0: "a", 1: "a"})
+    ({'host/network_sent': 7.0}, {'host/network_sent': 4.0})
     """
     found: dict[str, float] = {}
     for name in sorted({name for of in each.values() for name in of}):
         values = {process: of[name] for process, of in each.items() if name in of}
-        if name in SUMS:
+        if name in OF_HOST and hosts:
+            of_host: dict[str, float] = {}
+            for process, value in values.items():
+                host = hosts.get(process, str(process))
+                of_host[host] = max(value, of_host.get(host, value))
+            values = of_host
+        if name in SUMS | OF_HOST:
             found[name] = sum(values.values())
             continue
         worst = (min if name in LEAST else max)(values, key=values.__getitem__)
@@ -194,4 +272,7 @@ def of_all(each: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
 
 
 SUMS = frozenset({"device/power", "device/energy", "host/process_memory"})
+SUMS |= {"host/disk_read", "host/disk_written"}
+# A host has one of these, whichever of its processes reads it.
+OF_HOST = frozenset({"host/energy", "host/network_received", "host/network_sent"})
 LEAST = frozenset({"device/utilisation", "device/tensorcore"})

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.sharding import Mesh
 from jaxtrain import build
 from jaxtrain.experiment import Experiment, Metadata
 from jaxtrain.host import distributed, output, readings, storage
+from jaxtrain.host.chips import chip_of
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
@@ -37,7 +39,7 @@ from jaxtrain.run.hooks.skips import ConsecutiveSkips
 from jaxtrain.run.hooks.stopping import ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
-from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.journal import FORECAST, Journal
 from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.owned_log import OwnedLog
 from jaxtrain.run.observe.sampling import Sampling
@@ -114,7 +116,8 @@ def train_loop(
                 f"the batches ended after {done + len(given)} steps and `steps` is {steps}: give a "
                 "batch for every step, or fewer steps"
             )
-        state, metrics = train(state, given[0] if steps_per_call == 1 else given)
+        with jax.profiler.StepTraceAnnotation("train", step_num=numbers[-1]):
+            state, metrics = train(state, given[0] if steps_per_call == 1 else given)
         read()
         pending = (numbers, metrics)
         done = numbers[-1]
@@ -245,9 +248,7 @@ def _fit(
         stack.enter_context(ending_at_sigterm(handle_signals=handle_signals))
         peers = stack.enter_context(open_peer_group(connect=options.watch_peers))
         mesh = build.make_experiment_mesh(experiment)
-        if mesh.devices.flat[0].platform != "cpu":
-            journal.costs["chips"] = mesh.size
-            journal.costs |= {} if options.price is None else {"price": options.price}
+        journal.costs |= _costs(mesh, peers, options.price)
         abstract = build.make_abstract_state(experiment, mesh)
         if (hosts := distributed.elastic_hosts()) is not None:
             experiment = build.on_hosts(experiment, abstract, mesh, *hosts)
@@ -356,6 +357,7 @@ def _fit(
                 concluded = dataclasses.replace(found, step=best.step), best.evaluation
     if compared := compare_with_run(predicted, mesh, run.rate.seconds_per_step):
         terminal.print_lines(compared)
+        journal.event(FORECAST, lines=compared)
     print_conclusion(experiment, *concluded, str(run_dir), journal)
     terminal.print_lines(lines)
     return FitResult(state, means, str(run_dir), stopped, best, end.code)
@@ -537,6 +539,18 @@ def _open_checkpoints(metadata: Metadata, options: RunOptions, run_dir: epath.Pa
 def _write_file(path: epath.Path, text: str, *, keep: bool) -> None:
     if not (keep and exists(path)):
         folder.write_text(path, text)
+
+
+def _costs(mesh: Mesh, peers: PeerGroup, price: float | None) -> dict[str, float]:
+    """What an attempt takes, for its account (``goodput.COSTS``)."""
+    device, found = mesh.devices.flat[0], {}
+    if device.platform != "cpu":
+        chip = chip_of(device.device_kind)
+        found = {"chips": mesh.size}
+        found |= {"watts": chip.watts} if chip and chip.watts else {}
+    elif peers.processes == jax.process_count():  # simulated devices share their machine
+        found = {"machines": len({socket.gethostname(), *peers.hosts.values()})}
+    return found | ({} if price is None else {"price": price})
 
 
 def _check_unsaved(run_dir: epath.Path, journal: Journal) -> None:

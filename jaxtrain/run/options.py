@@ -81,8 +81,8 @@ class RunOptions:
         variables), csv, prometheus or prometheus=PORT.
       sample_seconds: Seconds between two readings of the sensors: utilisation, temperature and
         power of devices, memory and CPU of the host; 0 disables them.
-      price: Price of one GPU or TPU chip for an hour, in any currency; the report and the last
-        lines say what the run has cost.
+      price: Price of one GPU or TPU chip, on CPUs of one machine, for an hour, in any currency; the
+        log, the report and the last lines say what the run has cost.
       profile_steps: FIRST:LAST, the steps to trace for TensorBoard's profile plugin, or the
         longest stretch of them without an evaluation; SIGUSR1 and alerts trace some too.
     """

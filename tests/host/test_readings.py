@@ -116,6 +116,52 @@ def test_the_host_is_read_as_proc_and_its_control_group_say(tmp_path, monkeypatc
     assert found["host/memory_fraction"] == pytest.approx(0.8)  # the control group's
 
 
+def test_what_disk_network_and_cpus_took_is_counted_once(tmp_path, monkeypatch):
+    proc, cap = tmp_path / "proc", tmp_path / "powercap"
+    (proc / "self").mkdir(parents=True)
+    (proc / "net").mkdir()
+    monkeypatch.setattr(readings, "PROC", proc)
+    monkeypatch.setattr(readings, "POWERCAP", cap)
+    # A bond and its part, of which the bond alone has a route; the loopback.
+    (proc / "net/route").write_text("Iface Destination\nbond0 0\nbond0 1\nold0 2\n")
+    zeros = " 0" * 7
+
+    def dev(received, sent):
+        each = [f"{name}: {received}{zeros} {sent}{zeros}" for name in ("bond0", "eth0", "lo")]
+        (proc / "net/dev").write_text("\n".join(["Inter-|", " face |", *each]))
+
+    def rapl(**joules):
+        for name, value in joules.items():
+            (cap / f"intel-rapl:{name}").mkdir(parents=True, exist_ok=True)
+            kind = {"a": "package-0\n", "b": "package-1\n", "c": "core\n", "d": "dram\n"}[name]
+            for file, text in (
+                ("name", kind),
+                ("max_energy_range_uj", 1000_000_000),
+                ("energy_uj", int(value * 1e6)),
+            ):
+                (cap / f"intel-rapl:{name}" / file).write_text(str(text))
+
+    assert readings._energy()() == {}
+    (cap / "intel-rapl:hidden").mkdir(parents=True)  # whose counter root alone may read
+    (cap / "intel-rapl:hidden/name").write_text("package-2\n")
+    (cap / "intel-rapl:hidden/max_energy_range_uj").write_text("1000")
+    assert readings._energy()() == {}
+    dev(100, 10)
+    rapl(a=900, b=10, c=500, d=5)
+    network, energy = readings._since(readings._network), readings._energy()
+    assert network() == {"host/network_received": 0, "host/network_sent": 0}
+    assert energy() == {"host/energy": 0}
+    dev(150, 13)
+    rapl(a=100, b=20, c=900, d=6)  # the first has begun again
+    assert network() == {"host/network_received": 50, "host/network_sent": 3}
+    assert energy() == {"host/energy": pytest.approx((200 + 10 + 1) / 3.6e6)}
+    assert readings._disk() == {}
+    (proc / "self/io").write_text("rchar: 1\nread_bytes: 4096\nwrite_bytes: 8192\n")
+    assert readings._disk() == {"host/disk_read": 4096, "host/disk_written": 8192}
+    each = {0: {"host/energy": 2.0}, 1: {"host/energy": 2.5}, 2: {"host/energy": 7.0}}
+    assert readings.of_all(each, {0: "a", 1: "a", 2: "b"}) == {"host/energy": 9.5}
+
+
 def test_a_sensor_that_hangs_or_fails_holds_nothing_and_the_worst_process_is_named():
     peers, said = PeerGroup(0, 1, {}, {}), []
 

@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--chdir", default=".")
     parser.add_argument("--eval-every", type=int, default=0)
     parser.add_argument("--eval-batches", type=int, default=0)
+    parser.add_argument("--profile-steps")
     parser.add_argument("--exact", type=int, default=0, help="grains")
     args = parser.parse_args()
     os.chdir(args.chdir)
@@ -127,6 +128,7 @@ def main() -> None:
         log_every=1,
         save_every=args.save_every,
         eval_every=args.eval_every,
+        profile_steps=args.profile_steps,
         hang_minutes=args.hang_seconds / 60,
     )
     result = jt.fit(experiment, options, hooks=[LastProcess()])

@@ -8,8 +8,13 @@ from jaxtrain.build import call_end
 from jaxtrain.host import memory
 from jaxtrain.run.context import Run
 from jaxtrain.run.hook import Hook, Value
+from jaxtrain.run.observe.goodput import MOVED
 from jaxtrain.run.observe.writers import Histogram
 from jaxtrain.run.survive.stragglers import Stragglers
+
+# What the account of an attempt has of its readings.
+COSTS_READ = {"kwh": "device/energy", "cpu_kwh": "host/energy"}
+COSTS_READ |= {name: f"host/{name}" for name in MOVED}
 
 
 class Logging(Hook):
@@ -40,8 +45,8 @@ class Logging(Hook):
             values["time/step_seconds"] = seconds
             values[f"time/{data.item}_per_second"] = rate.items_per_second
             values |= self.stragglers.report(seconds) | run.sampling.report()
-            if "device/energy" in values:
-                run.journal.costs["kwh"] = values["device/energy"]
+            read = {cost: values[name] for cost, name in COSTS_READ.items() if name in values}
+            run.journal.costs |= read
             if (utilisation := run.mfu(seconds)) is not None:
                 values["time/mfu"] = utilisation
         if data.steps_per_epoch is not None:

@@ -14,6 +14,7 @@ from jaxtrain.run.context import Run
 from jaxtrain.run.folder import TENSORBOARD
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.observe.journal import TRACE
+from jaxtrain.run.observe.profile.trace import FILES
 from jaxtrain.state import TrainState
 
 # The steps that a signal or an alert has traced.
@@ -23,10 +24,11 @@ STEPS = 5
 class Profiling(Hook):
     """Traces steps into ``tensorboard/plugins/profile/``, where TensorBoard's profile plugin looks.
 
-    Steps that are named and alerts are traced by the first process, SIGUSR1 by the one that gets
-    it. The devices are waited for before and after, so that the trace has these steps alone; their
-    times are left out of the throughput. An evaluation would be in it too, and perhaps its
-    compilation, so a trace ends before one. A trace that fails is said, and the run goes on.
+    Steps that are named are traced by all processes into one folder, an alert's by the first
+    process, SIGUSR1's by the one that gets it. The devices are waited for before and after, so that
+    the trace has these steps alone; their times are left out of the throughput. An evaluation would
+    be in it too, and perhaps its compilation, so a trace ends before one. A trace that fails is
+    said, and the run goes on.
 
     It is to come after all other hooks, and its :attr:`ending`, the hook that ends a trace, before
     those that evaluate.
@@ -36,10 +38,9 @@ class Profiling(Hook):
         self.run = run
         self.ending = Hook()
         self.ending.on_step = self.end
-        process = jax.process_index()
-        named = None if process else run.options.profiled
+        named = run.options.profiled
         self._named = named and between_evaluations(*named, every=run.options.eval_every)
-        self._of_process = f"-process-{process}" if process else ""
+        self._joint = False
         self._signalled = threading.Event()
         self._steps: tuple[int, int] | None = None
         self._folder, self._name = epath.Path(), ""
@@ -77,7 +78,8 @@ class Profiling(Hook):
         """The last step to trace from the next call on; None where nobody has asked."""
         steps = self.run.steps
         next_end = call_end(step, steps, self.run.steps_per_call)
-        if self._named and step < self._named[0] <= next_end:
+        self._joint = bool(self._named) and step < self._named[0] <= next_end
+        if self._joint:
             return max(self._named[1], next_end)
         wanted = self.run.alerts.wanted
         if self._signalled.is_set() or "trace" in wanted:
@@ -88,11 +90,14 @@ class Profiling(Hook):
         return None
 
     def _begin(self, first: int, last: int) -> None:
-        remote = is_remote(self.run.owner.path)
-        folder = epath.Path(tempfile.mkdtemp()) if remote else self._kept
+        process, several = jax.process_index(), jax.process_count() > 1
+        self._joint &= several
+        apart = self._joint or is_remote(self.run.owner.path)
+        folder = epath.Path(tempfile.mkdtemp()) if apart else self._kept
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it slows every call, and says nothing of the devices
-        options.session_id = name = f"steps-{first}-{last}" + self._of_process
+        of_process = f"-process-{process}" if process and not self._joint else ""
+        options.session_id = name = f"steps-{first}-{last}{of_process}"
         try:
             jax.profiler.start_trace(folder, profiler_options=options)
         except Exception as error:
@@ -107,7 +112,7 @@ class Profiling(Hook):
             jax.profiler.stop_trace()
             made, kept = (x / "plugins/profile" / self._name for x in (self._folder, self._kept))
             if made != kept:
-                _move(made, kept)
+                _move(made, kept, f"process-{jax.process_index()}" if self._joint else None)
         except Exception as error:
             self.run.progress.note(f"step {last}: the trace is lost: {why(error)}")
             return
@@ -132,8 +137,12 @@ def between_evaluations(first: int, last: int, *, every: int) -> tuple[int, int]
     return max(stretches, key=lambda stretch: stretch[1] - stretch[0])
 
 
-def _move(folder: epath.Path, to: epath.Path) -> None:
+def _move(folder: epath.Path, to: epath.Path, name: str | None) -> None:
+    """Moves a trace's files; with a name what is read alone, for one host's are called alike."""
     to.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        path.copy(to / path.name, overwrite=True)
+        if name is None:
+            path.copy(to / path.name, overwrite=True)
+        elif path.name.endswith(FILES[1:]):
+            path.copy(to / f"{name}{FILES[1:]}", overwrite=True)
     folder.parents[2].rmtree()

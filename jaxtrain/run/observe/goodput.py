@@ -12,9 +12,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Of an attempt: its chips, the price of one for an hour, and the energy that they have taken; and
-# the hosts, where their number changes.
-COSTS = ("chips", "price", "kwh", "hosts")
+# Bytes from and to disk and network.
+MOVED = ("disk_read", "disk_written", "network_received", "network_sent")
+# Of an attempt: its chips (on a CPU its machines), the price of one for an hour, the watts of a
+# chip's board, the energy that chips and CPUs have taken, what was moved; and the hosts, where
+# their number changes.
+COSTS = ("chips", "machines", "price", "watts", "kwh", "cpu_kwh", *MOVED, "hosts")
 
 # What an attempt does, one thing at a time. "data" is the loop's wait for a batch, in which the
 # devices may still be busy with the step before; "save" and "evaluation" are what holds the loop.
@@ -164,22 +167,53 @@ def lost_steps(found: Sequence[Attempt]) -> list[int]:
 
 
 def spent(found: Sequence[Attempt]) -> dict[str, float]:
-    """Adds up what all attempts took, from the beginning of each to its end. Returns
-    ``chip-hours``, ``kWh`` and ``cost``; without those that no attempt knows.
+    """Adds up what all attempts took, from the beginning of each to its end.
+
+    Energy that was read and energy by a model are told apart. The model is for attempts whose chips
+    have no reading: an upper bound, for which a chip takes the power of its board all the time.
+
+    Returns:
+      ``chip-hours`` (on a CPU ``machine-hours``), ``cost``, ``cost lost`` (the part of it for
+      steps that were done again), ``kWh`` of chips and ``CPU kWh`` as read, and ``kWh at most``;
+      without those that no attempt knows.
 
     >>> run = Attempt(1, 0.0, 1800.0, {"step": 1800.0}, 0, 8, None, {"chips": 8, "price": 2.5})
-    >>> spent([run, dataclasses.replace(run, costs={"chips": 4, "kwh": 0.25})])
+    >>> spent([run, dataclasses.replace(run, first=8, last=9, costs={"chips": 4, "kwh": 0.25})])
     {'chip-hours': 6.0, 'cost': 10.0, 'kWh': 0.25}
     """
     total: dict[str, float] = {}
-    for attempt in found:
+    for attempt, lost in zip(found, _lost_seconds(found), strict=True):
         costs, known = attempt.costs, {}
-        if "chips" in costs:
-            known["chip-hours"] = costs["chips"] * sum(attempt.seconds.values()) / 3600
-            known |= {"cost": costs["price"] * known["chip-hours"]} if "price" in costs else {}
-        known |= {"kWh": costs["kwh"]} if "kwh" in costs else {}
+        hours = sum(attempt.seconds.values()) / 3600
+        for unit in ("chip", "machine"):
+            if (number := costs.get(f"{unit}s")) is not None:
+                known[f"{unit}-hours"] = number * hours
+                if "price" in costs:
+                    each = costs["price"] * number
+                    known["cost"] = each * hours
+                    known |= {"cost lost": each * lost / 3600} if lost else {}
+        if "kwh" in costs:
+            known["kWh"] = costs["kwh"]
+        elif "watts" in costs:
+            known["kWh at most"] = costs["chips"] * costs["watts"] * hours / 1000
+        known |= {"CPU kWh": costs["cpu_kwh"]} if "cpu_kwh" in costs else {}
         total |= {name: total.get(name, 0.0) + value for name, value in known.items()}
     return total
+
+
+def moved(found: Sequence[Attempt]) -> dict[str, float]:
+    """Adds up the bytes that all attempts have moved, by the names in ``MOVED``; without those that
+    no attempt knows."""
+    known = {name: [a.costs[name] for a in found if name in a.costs] for name in MOVED}
+    return {name.replace("_", " "): sum(bytes_) for name, bytes_ in known.items() if bytes_}
+
+
+def _lost_seconds(found: Sequence[Attempt]) -> list[float]:
+    """The seconds of each attempt in steps that a later one has done again, at its mean time."""
+    return [
+        lost / (attempt.last - attempt.first) * attempt.seconds.get("step", 0.0) if lost else 0.0
+        for attempt, lost in zip(found, lost_steps(found), strict=True)
+    ]
 
 
 def changes_of_hosts(found: Sequence[Attempt]) -> tuple[list[int], float]:
@@ -214,13 +248,12 @@ def account(found: Sequence[Attempt]) -> dict[str, float]:
     Empty where nothing is known.
     """
     total: dict[str, float] = {}
-    for attempt, lost in zip(found, lost_steps(found), strict=True):
+    for attempt, lost in zip(found, _lost_seconds(found), strict=True):
         for activity, seconds in attempt.seconds.items():
             total[activity] = total.get(activity, 0.0) + seconds
-        if lost and "step" in attempt.seconds:
-            part = lost / (attempt.last - attempt.first) * attempt.seconds["step"]
-            total["step"] -= part
-            total[LOST] = total.get(LOST, 0.0) + part
+        if lost:
+            total["step"] -= lost
+            total[LOST] = total.get(LOST, 0.0) + lost
     gaps = (max(0.0, b.began - a.until) for a, b in itertools.pairwise(found))
     if down := sum(gaps):
         total[DOWN] = down

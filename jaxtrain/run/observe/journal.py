@@ -30,7 +30,7 @@ from jaxtrain.run.observe.writers import GrowingFile
 START, READY, KILLED, END = "start", "ready", "killed", "end"
 CHECKPOINT, SAVE_FAILED, TRACE = "checkpoint", "save failed", "trace"
 ALERT, ALERT_NOT_POSTED, TRACKER = "alert", "alert not posted", "tracker"
-CONCLUSION, OUTPUT_LOST = "conclusion", "output lost"
+CONCLUSION, FORECAST, OUTPUT_LOST = "conclusion", "forecast", "output lost"
 # Between two heartbeats, on a disk and in a bucket.
 BEAT_SECONDS, REMOTE_BEAT_SECONDS, LAST_BEAT_SECONDS = 1.0, 30.0, 5.0
 
@@ -162,7 +162,8 @@ class Journal:
         Returns:
           ``run/restarts`` and ``run/lost_steps`` of all attempts, ``run/failed_saves`` and
           ``run/alerts`` of this one and, where there is a checkpoint,
-          ``run/checkpoint_age_seconds``.
+          ``run/checkpoint_age_seconds``. What :func:`goodput.spent` says of all attempts until now,
+          as ``run/chip_hours``, ``run/cost``, ``run/kwh``, ``run/kwh_at_most``.
         """
         counts = {
             "run/restarts": self.attempt - 1,
@@ -172,6 +173,10 @@ class Journal:
         }
         if self._checkpoint_at is not None:
             counts["run/checkpoint_age_seconds"] = self._clock() - self._checkpoint_at
+        if self._first_step is not None:
+            now = goodput.attempts([{"attempt": self.attempt} | self._state()])
+            for name, value in goodput.spent([*self._earlier, *now]).items():
+                counts[f"run/{name.replace('-', '_').replace(' ', '_').lower()}"] = value
         return counts
 
     def _state(self) -> dict[str, Any]:

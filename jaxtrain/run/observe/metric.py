@@ -45,5 +45,6 @@ class Metric(NamedTuple):
 
     @property
     def is_bytes(self) -> bool:
-        """Whether it is a size in memory."""
-        return self.group == "memory" or (self.group in MACHINE and self.name.endswith("_memory"))
+        """Whether it is a size in memory, or what was moved."""
+        moved = self.name.startswith(("disk_", "network_")) or self.name.endswith("_memory")
+        return self.group == "memory" or (self.group in MACHINE and moved)

@@ -1,6 +1,7 @@
 """Readings of devices and host, taken in a thread while the steps go on."""
 
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Sequence
 
@@ -42,7 +43,7 @@ class Sampling:
             if self._peers.process == 0:
                 shared = dict(self._peers.shared)
                 found = {n: of["readings"] for n, of in shared.items() if "readings" in of}
-        return of_all(found)
+        return of_all(found, {0: socket.gethostname()} | self._peers.hosts)
 
     def _sample(self) -> None:
         sources = self._sources()

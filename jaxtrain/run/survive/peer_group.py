@@ -66,6 +66,7 @@ class PeerGroup:
     Attributes:
       stop_wanted: whether some process has been asked to stop.
       shared: what the processes have shared last, by number; in process 0.
+      hosts: the names of the hosts of the others that it is connected to, by process.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PeerGroup:
     ):
         self.process, self.processes = process, processes
         self.shared: dict[int, dict[str, Any]] = {}
-        self._peers, self._hosts, self._exit = peers, hosts, exit
+        self._peers, self.hosts, self._exit = peers, hosts, exit
         self._changed = threading.Condition(threading.RLock())
         self.stop_wanted = False
         self._reason: str | None = None
@@ -239,7 +240,7 @@ class PeerGroup:
         self._exit(code)
 
     def _name(self, process: int) -> str:
-        return f"process {process} of {self.processes} (host {self._hosts.get(process, '?')})"
+        return f"process {process} of {self.processes} (host {self.hosts.get(process, '?')})"
 
     def _send_all(self, message: dict[str, Any]) -> None:
         data = (json.dumps(message) + "\n").encode()

@@ -49,6 +49,26 @@ def test_time_goes_to_one_activity_at_a_time_and_steps_done_again_are_lost():
     }
 
 
+def test_energy_is_read_or_bounded_and_lost_steps_have_their_cost():
+    seconds = {"init": 600.0, "step": 2400.0, "evaluation": 600.0}
+    chips = {"chips": 8, "watts": 700, "price": 2.0}
+    read = Attempt(1, 0.0, 3600.0, seconds, 0, 100, None, chips | {"kwh": 3.0, "sent": 1.0})
+    bounded = Attempt(2, 3600.0, 7200.0, seconds, 75, 175, "done", chips | {"cpu_kwh": 0.5})
+    assert goodput.spent([read, bounded]) == {
+        "chip-hours": pytest.approx(16),
+        "cost": pytest.approx(32),
+        "cost lost": pytest.approx(8 * 2 * 2400 / 3600 / 4),  # a quarter of the first one's steps
+        "kWh": 3.0,
+        "kWh at most": pytest.approx(8 * 700 / 1000),
+        "CPU kWh": 0.5,
+    }
+    moved = {"disk_read": 5.0, "network_sent": 1.0}
+    assert goodput.moved([Attempt(1, 0, 1, {}, 0, 1, None, moved), read]) == {
+        "disk read": 5.0,
+        "network sent": 1.0,
+    }
+
+
 def test_changes_of_hosts_cost_the_time_until_the_first_step_and_that_of_steps_done_again():
     seconds = {"init": 10.0, "restore": 2.0, "compile": 8.0, "step": 50.0}
     first = Attempt(1, 100.0, 170.0, seconds, 0, 100, None, {"hosts": 4})
@@ -84,7 +104,11 @@ def test_every_record_says_when_which_attempt_and_where_and_restarts_are_counted
     wall = found[-1].until - found[0].began
     assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
     assert json.loads((run / "heartbeat.json").read_text())["ended"] == "done"
-    assert goodput.spent(found) == {}  # of a CPU nothing is known
+    # On a CPU a machine is what is paid for, and it is in the log too.
+    assert goodput.spent(found) == {
+        "machine-hours": pytest.approx(sum(sum(a.seconds.values()) for a in found) / 3600)
+    }
+    assert 0 < log[-2]["run/machine_hours"] < goodput.spent(found)["machine-hours"]
 
 
 def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
@@ -105,12 +129,16 @@ def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
     second.step = 8
     second.costs |= {"chips": 4, "kwh": 0.5}
     second.event("alert", rule="stall")
-    assert second.counts() == {
+    counts = second.counts()
+    spent = {name: counts.pop(f"run/{name}") for name in ("chip_hours", "cost", "kwh")}
+    assert counts == {
         "run/restarts": 1,
         "run/lost_steps": 3,
         "run/failed_saves": 0,
         "run/alerts": 1,
     }
+    assert spent["kwh"] == 0.75
+    assert spent["cost"] < 2.5 * spent["chip_hours"]  # the second start was given no price
     second.__exit__(SystemExit, SystemExit(3), None)
     # The first no longer owns the folder, and so writes nothing more.
     silent.event("late")

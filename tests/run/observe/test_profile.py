@@ -2,6 +2,7 @@
 
 import collections
 import io
+import json
 import os
 import re
 
@@ -15,11 +16,12 @@ from rich.console import Console
 import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.planning.hlo import COLLECTIVES
-from jaxtrain.run.observe.profile import command, programs, trace
+from jaxtrain.run.observe.profile import command, hosts, programs, trace
 from jaxtrain.run.observe.profile.timeline import Event, covered, divide, innermost
 from jaxtrain.run.observe.profile.trace import add_up, part_of
-from jaxtrain.run.observe.report import flame
+from jaxtrain.run.observe.report import flame, health, records
 from tests.commands import refused
+from tests.run.survive.processes import workers
 
 
 def test_time_is_divided_as_by_looking_at_every_moment():
@@ -249,6 +251,107 @@ def test_the_widest_branches_are_told_in_lines_each_within_its_own(tmp_path, mon
     ]
 
 
+def test_what_differs_between_two_profiles_is_told_the_largest_first(capsys):
+    def made(name, steps, *times):
+        parts, at = [], 0.0
+        kinds = (("copies", "a"), ("dot", "b"), ("dot", "c"))
+        for (kind, scope), time in zip(kinds, times, strict=True):
+            if time:
+                what = programs.Operation(kind, "", (scope,), kind + scope)
+                parts.append(Event(at, at + time, what))
+            at += time
+        return trace.make_profile(name, steps, {"CPU:0": [parts]})
+
+    before = made("steps-1-2", 2, 2e6, 8e6, 0)
+    after = made("steps-1-4", 4, 6e6, 4e6, 8e6)
+    command.draw_difference(before, after, console := Console(width=100, file=io.StringIO()))
+    told = [" ".join(row.split()) for row in console.file.getvalue().splitlines()]
+    assert told == [
+        "steps-1-2 and steps-1-4 per step, means of 2 and 4",
+        "",
+        "by kind of operation before after change",
+        "dot 4.0 ms 3.0 ms -1.0 ms -25.0%",
+        "copies 1.0 ms 1.5 ms +500 µs +50.0%",
+        "all 5.0 ms 4.5 ms -500 µs -10.0%",
+        "",
+        "by part of the model before after change",
+        "b 4.0 ms 1.0 ms -3.0 ms -75.0%",
+        "c 0 µs 2.0 ms +2.0 ms new",
+        "a 1.0 ms 1.5 ms +500 µs +50.0%",
+        "all 5.0 ms 4.5 ms -500 µs -10.0%",
+    ]
+    with pytest.raises(ValueError, match="'other' does not say how many steps it has"):
+        command.draw_difference(before, made("other", None, 1, 1, 1), Console())
+
+
+def test_processes_are_laid_on_one_clock_and_the_slowest_of_each_step_is_named():
+    ms, steps, rng = 1e6, 4, np.random.default_rng(0)
+    late = {0: "process-1", 1: "process-1", 2: "process-0", 3: "process-2"}
+    clock = {"process-0": 0.0, "process-1": 7e9, "process-2": -3e9}
+    made = {name: {f"CPU:{i}": [[]] for i in range(2)} for name in clock}
+
+    def note(process, device, start, end, name):
+        kind = "all-reduce" if name.startswith("all-reduce") else "dot"
+        what = programs.Operation(kind, name=name)
+        by = clock[process]
+        made[process][device][0].append(Event(start - by, end - by, what))
+
+    at = 0.0
+    for step in range(steps):
+        arrives = {p: at + ms * (5 + 40 * (late[step] == p)) for p in clock}
+        ends = max(arrives.values()) + ms
+        for p, comes in arrives.items():
+            for i, device in enumerate(made[p]):
+                note(p, device, at, comes - i * ms, "dot.1")
+                note(p, device, comes - i * ms, ends, "all-reduce.1")
+                # One within each process, whose ends no clock can be told by.
+                own = ends + ms * rng.uniform(0, 9)
+                note(p, device, ends, own, "all-reduce.2")
+        at = ends + 10 * ms
+    found = hosts.clocks(made)
+    assert found.offsets == pytest.approx(clock)
+    assert found.apart < 1e-3
+    lines, _ = hosts.aligned(made)
+    told = hosts.waits(lines, 8, steps)
+    assert [(each.step, each.process) for each in told] == [(8 + i, p) for i, p in late.items()]
+    assert [each.seconds for each in told] == pytest.approx([0.04] * steps)
+    events = json.loads(hosts.to_json(lines))["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    shown = [e for e in events if e["ph"] == "X" and e["name"] == "all-reduce.1"]
+    for i in range(steps):
+        ends = [
+            sorted(e["ts"] + e["dur"] for e in shown if names[e["pid"]] == p)[2 * i] for p in clock
+        ]
+        assert max(ends) - min(ends) < 1  # microseconds
+    assert hosts.aligned({"a": made["process-0"]}) == ({"a": made["process-0"]}, None)
+    alone = {p: {"CPU:0": [[Event(0, 1, programs.Operation("dot"))]]} for p in clock}
+    assert hosts.aligned(alone) == (alone, None)
+
+
+@pytest.mark.slow
+def test_two_real_processes_share_a_timeline_that_names_the_slow_one(tmp_path, capsys):
+    options = ("--steps", "16", "--profile-steps", "8:13", "--slow-process", "1")
+    with workers(tmp_path, *options, count=2, devices=2) as processes:
+        assert [p.code() for p in processes] == [0, 0], processes[0].errors
+    run = epath.Path(tmp_path / "run")
+    found = trace.read_trace(trace.find_trace(run))
+    assert {device.name.split()[0] for device in found.devices} == {"process-0", "process-1"}
+    assert [(each.step, each.process) for each in found.late] == [
+        (step, "process-1") for step in range(8, 14)
+    ]
+    # It waits 0.18 s a step longer for its data, which the other then waits for it.
+    assert np.median([each.seconds for each in found.late]) == pytest.approx(0.18, abs=0.06)
+    assert found.clocks.apart < 0.02e9
+    file = tmp_path / "timeline.json"
+    assert cli.main(["profile", str(run), "--timeline", str(file)]) == 0
+    assert "process-1" in capsys.readouterr().out.partition("the slowest")[2]
+    assert len({e["pid"] for e in json.loads(file.read_text())["traceEvents"]}) == 2
+    assert flame.traced(run)["late"][0][:2] == [8, "process-1"]
+    assert health.examine(records.read_run(run, "run"))[-1].text == "The run is done, at step 16."
+    told = health._slowest(records.read_run(run, "run"))
+    assert re.match(r"Process 1 is the slowest in (9\d|100)% of the log's lines", told[0].text)
+
+
 def test_streams_of_a_gpu_share_their_time_and_hide_each_other(tmp_path):
     of = {"hlo_module": "jit_step", "program_id": "7"}
     lines = {
@@ -342,6 +445,8 @@ def test_the_trace_of_a_step_names_its_parts_and_adds_up(tmp_path, capsys):
     assert "per step, mean of 3, on 2 devices" in told
     assert cli.main(["profile", str(tmp_path / "run"), "--trace", "steps-1-1"]) == 0
     assert capsys.readouterr().out.startswith("steps-1-1: ")
+    assert cli.main(["profile", *[str(tmp_path / "run")] * 2]) == 0
+    assert "+0.0%" in capsys.readouterr().out
     for flags, words in (
         ([str(tmp_path)], "has no trace: start the run with --profile-steps"),
         ([str(tmp_path / "run"), "--trace", "steps-9-9"], "it has steps-1-1, steps-2-4"),

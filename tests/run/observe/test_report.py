@@ -201,7 +201,7 @@ def test_runs_side_by_side_show_what_differs_first(tmp_path):
     ]
     data = data_of(page.make_page(records.read(runs)))
     assert [run["name"] for run in data["runs"]] == ["a/r", "b/r"]
-    (table,) = data["table"]
+    _, table = data["table"]
     assert (table["differ"], table["rows"]) == (1, [["rate", "0.1", "0.2"], ["steps", "5", "5"]])
 
 

@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Iterable
 
 import tyro
+from etils import epath
 from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.host.memory import human_seconds
-from jaxtrain.host.paths import as_path
-from jaxtrain.run.observe.profile import trace
-from jaxtrain.run.observe.profile.programs import IDLE, OTHER
+from jaxtrain.host.paths import as_path, write_whole
+from jaxtrain.run.observe.profile import hosts, trace
+from jaxtrain.run.observe.profile.programs import IDLE, OTHER, Operation
 
 # Rows of a table at most; branches, operations that are listed one by one, and devices; and the
 # width of a whole step.
@@ -26,21 +27,49 @@ class ProfileOptions:
 
     run_dir: tyro.conf.Positional[str]
     """The run's folder, or one that holds a trace of jax.profiler."""
+    other: tyro.conf.Positional[str | None] = None
+    """A second folder: what differs between the two is told, by kind and part, the largest
+    difference first."""
     trace: str | None = None
     """Which trace, such as steps-20-25; left out, the newest."""
+    timeline: str | None = None
+    """Also write all operations of all processes, on one clock, into this JSON file, which
+    https://ui.perfetto.dev and chrome://tracing open."""
 
 
 def run_profile(options: ProfileOptions, rest: list[str]) -> int:
     """Prints the tables."""
     del rest
-    folder = trace.find_trace(as_path(options.run_dir), options.trace)
+    profile = _read(options.run_dir, options.trace)
+    if options.timeline is not None:
+        folder = _found(options.run_dir, options.trace)
+        lines, clocks = hosts.aligned(trace.read_timelines(folder))
+        if clocks is None and len(lines) > 1:
+            raise ValueError(
+                f"{folder} has {len(lines)} processes without a common collective: nothing tells "
+                "how their clocks differ; trace steps that all of them take"
+            )
+        write_whole(as_path(options.timeline), hosts.to_json(lines))
+        print(options.timeline)
+    if options.other is None:
+        draw(profile, Console())
+    else:
+        draw_difference(profile, _read(options.other, options.trace), Console())
+    return 0
+
+
+def _read(run_dir: str, name: str | None) -> trace.Profile:
+    return trace.read_trace(_found(run_dir, name))
+
+
+def _found(run_dir: str, name: str | None) -> epath.Path:
+    folder = trace.find_trace(as_path(run_dir), name)
     if folder is None:
         raise ValueError(
-            f"{options.run_dir} has no trace: start the run with --profile-steps 20:25, or send "
+            f"{run_dir} has no trace: start the run with --profile-steps 20:25, or send "
             "SIGUSR1 to its process (the pid in its heartbeat.json) while it goes on"
         )
-    draw(trace.read_trace(folder), Console())
-    return 0
+    return folder
 
 
 def draw(profile: trace.Profile, console: Console) -> None:
@@ -49,16 +78,49 @@ def draw(profile: trace.Profile, console: Console) -> None:
     per = "" if steps is None else f" per step, mean of {steps}" if steps > 1 else " of one step"
     on = f"{devices} devices" if devices > 1 else profile.devices[0].name
     console.print(f"{profile.name}: {human_seconds(profile.seconds)}{per}, on {on}", style="bold")
-    for make in (_kinds, _parts, _widest, _longest, _devices):
+    tables = [_kinds, _parts, _widest, _longest, _devices, *([_late] * bool(profile.late))]
+    for make in tables:
         console.print()
         console.print(make(profile))
+    if profile.clocks is not None:
+        apart = human_seconds(1e-9 * profile.clocks.apart)
+        console.print(f"\nclocks are compared by a collective's ends, which then agree to {apart}")
+
+
+def draw_difference(before: trace.Profile, after: trace.Profile, console: Console) -> None:
+    """Prints how the times of two profiles differ. Raises ValueError where one alone says how many
+    steps it has."""
+    if (before.steps is None) != (after.steps is None):
+        unknown = before if before.steps is None else after
+        raise ValueError(
+            f"trace {unknown.name!r} does not say how many steps it has, and the other does: "
+            "compare two whose folders are called steps-FIRST-LAST"
+        )
+    steps = "" if before.steps is None else f" per step, means of {before.steps} and {after.steps}"
+    console.print(f"{before.name} and {after.name}{steps}", style="bold")
+    for title, key in (("by kind of operation", _kind), ("by part of the model", trace.part_of)):
+        table = _table(title, "before", "after", "change", "")
+        old, new = (dict(trace.add_up(profile, key)) for profile in (before, after))
+        rows = [(name, old.get(name, 0.0), new.get(name, 0.0)) for name in old | new]
+        rows = sorted((row for row in rows if any(row[1:])), key=lambda row: -abs(row[2] - row[1]))
+        for name, a, b in [*rows[:ROWS], ("all", before.seconds, after.seconds)]:
+            change = f"{'-' if b < a else '+'}{human_seconds(abs(b - a))}"
+            relative = f"{b / a - 1:+.1%}" if a else "new"
+            style = "bold" if name == "all" else None
+            table.add_row(name, human_seconds(a), human_seconds(b), change, relative, style=style)
+        console.print()
+        console.print(table)
+
+
+def _kind(operation: Operation) -> str:
+    return operation.kind
 
 
 def _kinds(profile: trace.Profile) -> Table:
     table = _table(
         "by kind of operation", "time", "share", *(["in flight"] * any(profile.in_flight))
     )
-    for kind, seconds in _shown(trace.add_up(profile, lambda operation: operation.kind)):
+    for kind, seconds in _shown(trace.add_up(profile, _kind)):
         going = profile.in_flight.get(kind)
         _row(table, profile, kind, seconds, *([human_seconds(going)] if going else []))
     return _closed(table, profile)
@@ -120,6 +182,13 @@ def _devices(profile: trace.Profile) -> Table:
         table.add_row(device.name, *map(human_seconds, times))
     if left := len(profile.devices) - len(shown):
         table.add_row(f"({left} more, that wait neither longest nor shortest)")
+    return table
+
+
+def _late(profile: trace.Profile) -> Table:
+    table = _table("step", "the slowest", "keeps another waiting")
+    for step, process, seconds in sorted(profile.late, key=lambda each: -each.seconds)[:ROWS]:
+        table.add_row(f"{step:,}", process, human_seconds(seconds))
     return table
 
 

@@ -14,6 +14,7 @@ from etils import epath
 from jaxtrain.host.paths import is_folder, listed, look
 from jaxtrain.planning.hlo import COLLECTIVES
 from jaxtrain.planning.scopes import BACKWARD, FORWARD, RECOMPUTED
+from jaxtrain.run.observe.profile import hosts
 from jaxtrain.run.observe.profile.programs import (
     IDLE,
     OTHER,
@@ -67,6 +68,8 @@ class Profile:
       shares: seconds of each operation, mean of the devices; ``Operation(IDLE)`` is for nothing.
       in_flight: seconds in which at least one collective of a kind goes on, hidden behind
         computation or not, mean of the devices.
+      clocks: of several processes, how their clocks differed; None where nothing tells.
+      late: of several processes, which one each step has waited for.
     """
 
     name: str
@@ -75,6 +78,8 @@ class Profile:
     shares: Mapping[Operation, float]
     in_flight: Mapping[str, float]
     devices: tuple[Device, ...]
+    clocks: hosts.Clocks | None = None
+    late: Sequence[hosts.Wait] = ()
 
 
 class Branch(NamedTuple):
@@ -110,8 +115,22 @@ def find_trace(run_dir: epath.Path, name: str | None = None) -> epath.Path | Non
 def read_trace(folder: epath.Path) -> Profile:
     """Reads a trace that ``jax.profiler`` has written. Raises ValueError where no device has done
     anything in it, or it cannot be read."""
+    timelines, clocks = hosts.aligned(read_timelines(folder))
     steps = re.fullmatch(r"steps-(\d+)-(\d+)(-process-\d+)?", folder.name)
-    count = int(steps[2]) - int(steps[1]) + 1 if steps else None
+    span = (int(steps[1]), int(steps[2]) - int(steps[1]) + 1) if steps else None
+    late = tuple(hosts.waits(timelines, *span)) if clocks and span else ()
+    devices = {
+        f"{process} {name}" if len(timelines) > 1 else name: lines
+        for process, each in timelines.items()
+        for name, lines in each.items()
+    }
+    profile = make_profile(folder.name, span and span[1], devices)
+    return dataclasses.replace(profile, clocks=clocks, late=late)
+
+
+def read_timelines(folder: epath.Path) -> dict[str, dict[str, list[list[Event]]]]:
+    """Reads the lines of each device, by the process or host that its file is called after; raises
+    as :func:`read_trace`."""
     timelines = {}
     for path in sorted(listed(folder, FILES), key=str):
         data = path.read_bytes()
@@ -122,11 +141,11 @@ def read_trace(folder: epath.Path) -> Profile:
                 found = _devices(jax.profiler.ProfileData.from_serialized_xspace(data), data)
         except Exception as error:
             raise ValueError(f"{path} cannot be read as a trace: {error}") from None
-        host = f"{path.name.removesuffix(FILES[1:])} " if len(timelines) else ""
-        timelines |= {f"{host}{name}": lines for name, lines in found.items()}
-    if not any(event for lines in timelines.values() for line in lines for event in line):
+        if found:
+            timelines[path.name.removesuffix(FILES[1:])] = found
+    if not timelines:
         raise ValueError(f"no device has done anything in {folder}: trace steps of training")
-    return make_profile(folder.name, count, timelines)
+    return timelines
 
 
 def make_profile(

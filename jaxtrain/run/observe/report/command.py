@@ -9,12 +9,16 @@ import tyro
 from etils import epath
 
 from jaxtrain.host import storage
+from jaxtrain.host.least import check_least
+from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.paths import as_path, write_whole
 from jaxtrain.run import receipts
 from jaxtrain.run.folder import PICTURE, REPORT
-from jaxtrain.run.observe.goodput import spent
+from jaxtrain.run.observe import journal
+from jaxtrain.run.observe.goodput import moved, spent
 from jaxtrain.run.observe.report import lineage, rates
 from jaxtrain.run.observe.report.convergence import diagnose
+from jaxtrain.run.observe.report.figures import side_by_side
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.picture import save_png
 from jaxtrain.run.observe.report.records import Record, read, significant
@@ -32,11 +36,15 @@ class ReportOptions:
     what in the log says that training is slower than it could be, and what to try."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of runs; several are overlaid, with what their configurations differ in."""
+    """Folders of runs; several are overlaid, with tables of their time, memory, utilisation, loss
+    and cost, as before and after, and of what their configurations differ in."""
     out: str | None = None
     """File to write; left out, report.html in the run's folder, of several in the current one."""
     png: str | None = None
     """Also save the curves of losses, rate, gradient norm and throughput in this PNG file."""
+    price: float | None = None
+    """Price of one chip, on CPUs of one machine, for an hour, in any currency; left out, what each
+    start of a run was given."""
 
 
 def run_report(options: ReportOptions, rest: list[str]) -> int:
@@ -44,7 +52,8 @@ def run_report(options: ReportOptions, rest: list[str]) -> int:
     del rest
     if not options.runs:
         raise ValueError("name the folder of a run, such as runs/gpt-1")
-    records = read(options.runs)
+    check_least(options, price=0)
+    records = [record.at_price(options.price) for record in read(options.runs)]
     folder = as_path(options.runs[0]) if len(records) == 1 else as_path(".")
     out = folder / REPORT if options.out is None else as_path(options.out)
     if options.png is not None:  # Where that cannot be, nothing is written.
@@ -52,8 +61,12 @@ def run_report(options: ReportOptions, rest: list[str]) -> int:
         print(options.png)
     write_whole(out, make_page(records))
     print(out)
-    for record in records:
-        print("\n".join([record.name, *_causes(record)] if len(records) > 1 else _causes(record)))
+    if len(records) == 1:
+        lines = [*_causes(records[0]), *_spent(records[0])]
+    else:
+        causes = [line for record in records for line in (record.name, *_causes(record))]
+        lines = [*side_by_side(records), "", *causes]
+    print("\n".join(lines))
     return 0
 
 
@@ -62,6 +75,16 @@ def _causes(record: Record) -> list[str]:
     if not (found := diagnose(record)):
         return ["Nothing in the log says why training would be slower than it could be."]
     return list(map(str, found))
+
+
+def _spent(record: Record) -> list[str]:
+    """The lines on what a run took, what it moved, and what its step was forecast to take."""
+    took, moved_ = spent(record.attempts), moved(record.attempts)
+    told = ", ".join(f"{name} {significant(value, 3):,}" for name, value in took.items())
+    bytes_ = ", ".join(f"{name} {human_bytes(value)}" for name, value in moved_.items())
+    lines = [f"spent        {told}"] * bool(told) + [f"moved        {bytes_}"] * bool(bytes_)
+    forecast = record.happened(journal.FORECAST)[-1:]
+    return lines + [f"forecast     {text}" for line in forecast for text in line.get("lines", ())]
 
 
 def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
@@ -82,9 +105,7 @@ def leave_report(run_dir: epath.PathLike) -> Sequence[str]:
         if (chain := records[0].receipts) and not receipts.check(chain):
             lines.append(f"receipts     {receipts.describe(chain)}")
         lines += [f"diagnosis    {each}" for each in diagnose(records[0])]
-        if found := spent(records[0].attempts):
-            told = (f"{name} {significant(value, 3):,}" for name, value in found.items())
-            lines.append(f"spent        {', '.join(told)}")
+        lines += _spent(records[0])
         if tests or records[0].values("train/loss").size >= CURVE:
             with contextlib.suppress(ImportError):
                 save_png(records, path.parent / PICTURE)

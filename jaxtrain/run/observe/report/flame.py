@@ -35,8 +35,9 @@ def _read(folder: str, written: tuple) -> dict[str, Any]:
 
 def drawn(profile: trace.Profile) -> dict[str, Any]:
     """Returns ``name``, ``steps``, ``devices``, ``ms``; the rows of ``kinds`` (name, time, time in
-    flight or None) and of ``parts`` (name, time, and by each of ``directions``); and ``flame``, the
-    step as nodes (name, time, nodes)."""
+    flight or None) and of ``parts`` (name, time, and by each of ``directions``); ``late``, the
+    slowest process of each step (step, name, time that another waits); and ``flame``, the step as
+    nodes (name, time, nodes)."""
     sums, used = trace.in_directions(profile)
     return {
         "name": profile.name,
@@ -52,6 +53,7 @@ def drawn(profile: trace.Profile) -> dict[str, Any]:
             [part, _ms(s), *(_ms(sums[part, direction]) for direction in used)]
             for part, s in trace.add_up(profile, trace.part_of)
         ],
+        "late": [[step, process, _ms(seconds)] for step, process, seconds in profile.late],
         "flame": _node(trace.branches(profile)),
     }
 

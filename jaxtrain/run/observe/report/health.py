@@ -1,10 +1,12 @@
 """Whether a run is well: what its log says against it, in sentences, the worst first."""
 
+import collections
 import dataclasses
 import time
 
 import numpy as np
 
+from jaxtrain.host.memory import human_seconds
 from jaxtrain.run import receipts
 from jaxtrain.run.observe import alert_rules, journal
 from jaxtrain.run.observe.goodput import changes_of_hosts, lost_steps
@@ -47,6 +49,7 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         *_left_out(record),
         *_held_out(record),
         *_waiting(record),
+        *_slowest(record),
         *_attempts(record),
         *_alerts(record),
         *_trackers(record),
@@ -69,7 +72,9 @@ def _progress(record: Record, now: float) -> Finding:
     if record.stopped is not None:
         return Finding("good", f"The run was stopped on purpose at {at}: {record.stopped}.")
     beat = record.heartbeat.get("time")
-    if ended := record.heartbeat.get("ended"):
+    if (ended := record.heartbeat.get("ended")) == "done" and total is None:
+        return Finding("good", f"The run is done, at {at}.")
+    if ended:
         return Finding("bad", f"The run ended at {at} before it was complete ({ended}).")
     if isinstance(beat, int | float) and now - beat > SILENT_SECONDS:
         doing = record.heartbeat.get("doing", "step")
@@ -135,6 +140,18 @@ def _waiting(record: Record) -> list[Finding]:
         part = waited.mean() / taken.mean()
         return [Finding("look", f"Waiting for data takes {part:.0%} of a step's time.")]
     return []
+
+
+def _slowest(record: Record) -> list[Finding]:
+    """Names the process whose wait for data holds the others up, as ``Stragglers`` logs it."""
+    names = ("slowest_process", "data_seconds_spread", "step_seconds")
+    process, spread, taken = (record.values(f"time/{name}") for name in names)
+    if not (process.size and taken.size and spread.mean() > WAITING * taken.mean()):
+        return []
+    number, lines = collections.Counter(process.astype(int).tolist()).most_common(1)[0]
+    text = f"Process {number} is the slowest in {lines / process.size:.0%} of the log's lines; it "
+    more = f"waits {human_seconds(spread.mean())} a step longer for its data than another."
+    return [Finding("look", text + more)]
 
 
 def _attempts(record: Record) -> list[Finding]:

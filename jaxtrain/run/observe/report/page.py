@@ -16,6 +16,7 @@ from jaxtrain.run.observe import journal
 from jaxtrain.run.observe.goodput import account, spent
 from jaxtrain.run.observe.metric import MACHINE, Metric
 from jaxtrain.run.observe.report import heat, landscapes, lineage, rates
+from jaxtrain.run.observe.report.figures import figures, verdicts
 from jaxtrain.run.observe.report.flame import traced
 from jaxtrain.run.observe.report.health import Finding, duration, examine, recent
 from jaxtrain.run.observe.report.records import Record, Series, downsample, significant
@@ -55,6 +56,7 @@ def make_page(
         ],
         "charts": _charts(records),
         "table": _table(records),
+        "told": verdicts(records),
         "steps": list(map(list, shared)),
     }
     # No text of a run can end the script that holds it.
@@ -129,6 +131,7 @@ def _event(line: Mapping[str, Any]) -> list[str] | None:
         journal.TRACE: f"steps {line.get('first')} to {line.get('last')} are traced",
         journal.SAVE_FAILED: f"a save failed: {line.get('error')}",
         journal.KILLED: f"attempt {line.get('of_attempt')} ended without a word after step {step}",
+        journal.FORECAST: "; ".join(map(str, line.get("lines", ()))),
         journal.END: f"ended after step {step}: {line.get('ended')}",
     }
     if not isinstance(name, str) or name not in told:
@@ -283,6 +286,9 @@ def _chart(title: str, series: list[str], **options: Any) -> dict[str, Any]:
 def _table(records: Sequence[Record]) -> list[dict[str, Any]]:
     """The configurations and environments side by side: what differs first."""
     sections = []
+    if len(records) > 1:
+        rows = figures(records)
+        sections.append({"title": "Side by side", "rows": rows, "differ": len(rows)})
     for title, flat in (
         ("Configuration", [record.config for record in records]),
         # With what the header of the last attempt said, such as the memory that was compiled for.

@@ -78,6 +78,13 @@ class Record:
     vectors: dict[str, Series] = dataclasses.field(default_factory=dict)
     receipts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
+    def at_price(self, price: float | None) -> "Record":
+        """The run with another price of an hour in all attempts; None for its own."""
+        if price is None:
+            return self
+        told = [dataclasses.replace(a, costs={**a.costs, "price": price}) for a in self.attempts]
+        return dataclasses.replace(self, attempts=told)
+
     @property
     def step(self) -> int:
         """The last step that has been logged; 0 before any."""
