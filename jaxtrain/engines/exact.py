@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain
 from jaxtrain.loss import LossFn, WeightedLoss
+from jaxtrain.ops.grouped import TRIPS
 from jaxtrain.sharding.collectives import Shards, tree_sum
 from jaxtrain.sharding.mesh import GATHERED_AXES
 from jaxtrain.sharding.placement import (
@@ -97,7 +98,8 @@ def apart(update: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any],
 
         metrics = jax.tree.map(_zeros, jax.eval_shape(update, state, sums)[1])
         zero = _zero(jax.random.key_data(state.rng).ravel()[0])
-        return jax.lax.fori_loop(0, 1 + zero, body, (state, metrics))
+        with jax.named_scope(f"{TRIPS}1"):
+            return jax.lax.fori_loop(0, 1 + zero, body, (state, metrics))
 
     return within
 
@@ -291,11 +293,13 @@ def _counted(
         x = node(own, j, *given)
         if count > 1:
             carry = lambda level, x: _add(at(sums, level), x)  # noqa: E731
-            x = jax.lax.fori_loop(0, level, carry, x)
+            with jax.named_scope(f"{TRIPS}1"):
+                x = jax.lax.fori_loop(0, level, carry, x)
         sums = jax.tree.map(lambda every, one: every.at[level].set(one), sums, x)
         return rows(jnp.minimum(j + 1, count - 1)), sums
 
-    _, sums = jax.lax.fori_loop(0, count + zero, add, (rows(0), start))
+    with jax.named_scope(f"{TRIPS}{count}"):
+        _, sums = jax.lax.fori_loop(0, count + zero, add, (rows(0), start))
     kept = [level for level in range(levels) if count >> level & 1]
     total = at(sums, kept[0])
     for level in kept[1:]:
