@@ -10,6 +10,7 @@ import numpy as np
 import tyro
 
 from jaxtrain.data.chat import ChatTemplate, load_template
+from jaxtrain.data.duplicates import OVERLAP, SIMILAR, overlapping, repeated
 from jaxtrain.data.loader import spread
 from jaxtrain.data.mixtures import open_documents, open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
@@ -115,6 +116,9 @@ class DataOptions:
     """Its tokens per row."""
     samples: int = 3
     """Number of documents whose beginning is shown."""
+    duplicates: bool = False
+    """Read all of it for documents that repeat others, and held-out ones that share 13 words in a
+    row with those to train on; show nothing else."""
     verify: bool = False
     """Read the whole store and compare every file with its checksum, such as after a copy; show
     nothing else."""
@@ -127,6 +131,9 @@ def run_data(options: DataOptions, rest: list[str]) -> int:
     store = open_store(options.store)
     if options.verify:
         print(f"{store.path}: {human_bytes(store.verify())}, all as it was written")
+        return 0
+    if options.duplicates:
+        print("\n".join(_repeated(store)))
         return 0
     lines = [*_counts(store), "", *_lengths(store), "", *_common(store)]
     print("\n".join([*lines, "", *_samples(store, options.samples), ""]))
@@ -153,6 +160,27 @@ def _counts(store: Store) -> list[str]:
         if "counted" in found:
             lines[-1] += f"; {found['counted'] / max(found['tokens'], 1):.1%} of the tokens count"
     return lines
+
+
+def _repeated(store: Store) -> list[str]:
+    sides = [store.corpus(name) for name in ("train", "held_out")]
+    lines = []
+    for name, side in zip(("train", "held_out"), sides, strict=True):
+        found = repeated(side.documents(store.tokenizer))
+        lines.append(
+            f"{name}: of {found['documents']:,} documents {found['exact']:,} are an earlier one "
+            f"again, and {found['near']:,} more are nearly one (by {SIMILAR:.0%} of their shingles)"
+        )
+        lines += [f"  document {b} is nearly document {a}" for a, b in found["pairs"]]
+    shares = overlapping(*(side.documents(store.tokenizer) for side in sides))
+    common = sorted(((share, name) for name, share in shares.items() if share), reverse=True)
+    lines.append(
+        f"overlap: {len(common):,} of {len(shares):,} held-out documents of {OVERLAP} words or "
+        f"more have {OVERLAP} words in a row in common with train"
+    )
+    return lines + [
+        f"  document {name}: {share:.1%} of its stretches" for share, name in common[:10]
+    ]
 
 
 def _lengths(store: Store) -> list[str]:
