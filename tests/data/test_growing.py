@@ -17,6 +17,7 @@ from jaxtrain.host import storage
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import WATERMARKS
 from jaxtrain.run.options import RunOptions
+from jaxtrain.run.replay import load_run
 from tests.commands import refused
 from tests.commands import run as command
 
@@ -212,6 +213,12 @@ def test_a_resumed_run_sees_the_same_rows_though_the_store_has_grown(store, tmp_
     log = (tmp_path / "whole" / WATERMARKS).read_text()
     assert [json.loads(line)["parts"] for line in log.splitlines()][:5] == [0, 0, 0, 1, 1]
     data.append_store(some(2), store)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    replayed = load_run(tmp_path / "whole", "experiments.gpt", step=22)
+    for step in (3, 22):  # by the log, and not by what is there now
+        each = (x.train_batches(step, device) for x in (experiment, replayed))
+        with next(each) as first, next(each) as second:
+            np.testing.assert_array_equal(next(first)["tokens"], next(second)["tokens"])
     for lost in (False, True):
         folder = tmp_path / f"again{lost}"
         os.system(f"cp -r {tmp_path / 'whole'} {folder}; rm -r {folder}/checkpoints/30")
