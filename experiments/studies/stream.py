@@ -18,8 +18,9 @@ import numpy as np
 import tyro
 
 from jaxtrain import data
+from jaxtrain.host.paths import as_path, exists, read_if_there, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
-from jaxtrain.run.folder import RETRAININGS, WATERMARKS
+from jaxtrain.run.folder import PROMOTED, RETRAININGS, WATERMARKS
 from jaxtrain.run.refusal import refusing
 from jaxtrain.study.retrain import measure
 
@@ -47,77 +48,68 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Plays the days, and prints a line for each."""
+    """Plays the days that are left, each of which is a line of days.jsonl, and draws all."""
     options = tyro.cli(Options, args=arguments, prog="python -m experiments.studies stream")
     with refusing(Options):
         root = pathlib.Path(options.study_dir)
-        write_texts(root / "texts")
-        run, store, days = root / "run", str(root / "store"), []
-        for kind in KINDS:  # of files of their own, to measure every day on the same
-            split = data.text_folder(root / "texts" / kind, held_out=0.9)
-            data.write_store(split, data.ByteTokenizer(), root / kind)
-        texts = {kind: [(str(root / kind), 0, 1)] for kind in KINDS}
-        for day in range(len(PROSE)):
-            add = ("--data", str(root / "texts" / str(day)), "--out", store, "--held-out", HELD_OUT)
-            call("jaxtrain", "tokenize", *add, *["--append"] * bool(day))
-            if day:
-                line = ["jaxtrain", "retrain", MODULE, "--run", str(run), "--drift", str(THRESHOLD)]
-                call(*line, "--data", store, *f"{NEXT} {FLAGS}".split())
-            else:
-                line = [MODULE, "--run-dir", str(run), "--auto-resume"]
-                call(*line, "--data", store, *f"{FIRST} {FLAGS}".split())
-            days.append(looked(run, day, texts))
-            print(json.dumps(days[-1]), flush=True)
+        if not exists(root / "texts"):
+            write_texts(root / "texts")
+        done = read_if_there(root / "days.jsonl").decode().splitlines()
+        for day in range(len(done), len(PROSE)):
+            done.append(json.dumps(play(root, day)))
+            print(done[-1], flush=True)
+            write_whole(as_path(root / "days.jsonl"), "\n".join(done))
         if options.png is not None:
-            draw(days, options.png)
+            draw([json.loads(line) for line in done], options.png)
 
 
-def call(*line: str) -> None:
-    """Runs a module as a command; raises CalledProcessError where it fails."""
-    subprocess.run([sys.executable, "-m", *line], check=True, stdout=subprocess.DEVNULL)
-
-
-def looked(run: pathlib.Path, day: int, texts: dict) -> dict:
-    """Returns what is known at the end of a day: losses of the best run and of the first one in
-    nats per byte, the drift, and the tokens that the best run has seen."""
-    decided = (run / RETRAININGS).read_text().splitlines()[:day] if day else []
-    lines = [json.loads(line) for line in decided]
-    best = next((each["run"] for each in reversed(lines) if each["promoted"]), str(run))
-    row = {"day": day, "trained": not lines or "run" in lines[-1]}
-    row |= {"promoted": not lines or lines[-1]["promoted"], "drift": lines and lines[-1]["drift"]}
+def play(root: pathlib.Path, day: int) -> dict:
+    """Adds a day's text to the store, trains or decides, and returns what is known then: the drift,
+    and losses of the first and the best run, in nats per byte."""
+    run, store = str(root / "run"), str(root / "store")
+    add = ["--data", str(root / "texts" / str(day)), "--out", store, "--held-out", HELD_OUT]
+    line = [MODULE, "--run-dir", run, "--auto-resume", *FIRST.split()]
+    if day:
+        add.append("--append")
+        line = ["jaxtrain", "retrain", MODULE, "--run", run, "--drift", str(THRESHOLD)]
+        line += NEXT.split()
+    for command in (["jaxtrain", "tokenize", *add], [*line, "--data", store, *FLAGS.split()]):
+        subprocess.run([sys.executable, "-m", *command], check=True, stdout=subprocess.DEVNULL)
+    row, best = {"day": day, "there": len(data.open_store(store).corpus().tokens)}, run
+    if day:
+        best = json.loads((root / "run" / PROMOTED).read_text())["run"]
+        told = json.loads((root / "run" / RETRAININGS).read_text().splitlines()[-1])
+        row |= {"drift": told["drift"], "trained": "run" in told, "promoted": told["promoted"]}
     marks = (pathlib.Path(best) / WATERMARKS).read_text().splitlines()
     row["seen"] = json.loads(marks[-1])["tokens"]
-    row["there"] = len(data.open_store(run.parent / "store", parts=day).corpus().tokens)
-    for name, path in (("best", best), ("first", str(run))):
+    texts = {kind: [(str(root / kind), 0, 1)] for kind in KINDS}
+    for kind in KINDS:  # of files of their own, to measure every day on the same
+        split = data.text_folder(root / "texts" / kind, held_out=0.9)
+        data.write_store(split, data.ByteTokenizer(), root / kind)
+    for name, path in (("best", best), ("first", run)):
         found = measure(path, texts, 10**6).items()
         row[name] = {kind: nats.sum() / sum(map(len, tokens)) for kind, (tokens, nats) in found}
     return row
 
 
 def write_texts(root: pathlib.Path) -> None:
-    """Writes the files of every day, and those that all days are measured on; once."""
-    if root.exists():
-        return
+    """Writes the files of every day, and those that all days are measured on."""
     pools: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for number, document in enumerate(data.python_stdlib().train):
         text, kind = document.text.decode(errors="replace"), KINDS[number % 2]
-        if kind == "prose":
-            text = docstrings(text)
+        text = docstrings(text) if kind == "prose" else text
         if len(text) > CHARACTERS // 4:
             pools[kind].append(text[:CHARACTERS])
-    rng = np.random.default_rng(0)
+    rng, partial = np.random.default_rng(0), root.with_name("partial")
     draws = {kind: iter(rng.permutation(pool).tolist()) for kind, pool in pools.items()}
     counts = {kind: {kind: FILES // 2} for kind in KINDS}
     for day, share in enumerate(PROSE):
-        files = FILES if day else 4 * FILES
-        prose = round(files * share)
+        prose = round((files := FILES if day else 4 * FILES) * share)
         counts[str(day)] = {"prose": prose, "code": files - prose}
-    partial = root.with_name("partial")
     for name, kinds in counts.items():
         (partial / name).mkdir(parents=True, exist_ok=True)
-        for kind, count in kinds.items():
-            for number in range(count):
-                (partial / name / f"{kind}-{name}-{number}.txt").write_text(next(draws[kind]))
+        for kind, number in ((kind, n) for kind, count in kinds.items() for n in range(count)):
+            (partial / name / f"{kind}-{name}-{number}.txt").write_text(next(draws[kind]))
     partial.rename(root)
 
 
@@ -134,36 +126,30 @@ def docstrings(text: str) -> str:
 def draw(days: Sequence[dict], path: str) -> None:
     """Draws losses, drift and watermarks by the day."""
     figure, at = new_figure(8, 8), [row["day"] for row in days]
-    losses, drift, tokens = figure.subplots(3, 1, sharex=True)
+    losses, drift, tokens = panels = figure.subplots(3, 1, sharex=True)
     for kind, color in zip(KINDS, ("C0", "C1"), strict=True):
         for name, style in (("best", "o-"), ("first", ":")):
-            label = f"{kind}, {'the best run' if name == 'best' else 'the first run'}"
-            losses.plot(at, [row[name][kind] for row in days], style, color=color, label=label)
+            told = {"color": color, "label": f"{kind}, the {name} run"}
+            losses.plot(at, [row[name][kind] for row in days], style, **told)
     for name, color in (("tokens", "C2"), ("losses", "C4")):
-        found = [row["drift"][name] for row in days[1:]]
-        drift.plot(at[1:], [x["psi"] for x in found], "o-", color=color, label=f"PSI of {name}")
-        told = f"chance, of {name}"
-        drift.plot(at[1:], [x["chance"] for x in found], ":", color=color, label=told)
+        for what, style in (("psi", "o-"), ("chance", ":")):
+            told = {"color": color, "label": f"{what} of {name}"}
+            drift.plot(at[1:], [row["drift"][name][what] for row in days[1:]], style, **told)
     drift.axhline(THRESHOLD, color="0.5", lw=1, label="threshold")
     drift.set_yscale("log")
     tokens.bar(at, [row["there"] / 1e3 for row in days], color="0.85", label="in the store")
-    seen = [row["seen"] / 1e3 for row in days]
-    tokens.step(at, seen, where="mid", color="C3", label="watermark of the best run")
-    for axes in (losses, drift, tokens):
-        for row in days[1:]:
-            if row["trained"]:
-                style = "-" if row["promoted"] else "--"
-                axes.axvline(row["day"], color="C3", lw=0.8, ls=style, alpha=0.6)
-        axes.legend(fontsize=7, frameon=False)
-    finish_axes(
-        losses,
-        "held-out loss (red: a retraining; broken: not promoted)",
-        x="",
-        y="nats per byte",
-    )
-    finish_axes(drift, "drift of the day's text from all text seen", x="", y="index")
+    told = {"where": "mid", "color": "C3", "label": "watermark of the best run"}
+    tokens.step(at, [row["seen"] / 1e3 for row in days], **told)
+    for axes, row in ((axes, row) for axes in panels for row in days[1:] if row["trained"]):
+        axes.axvline(row["day"], color="C3", lw=0.8, ls="-" if row["promoted"] else "--")
     shares = ", ".join(f"{share:.0%}" for share in PROSE)
-    finish_axes(tokens, f"tokens; prose by the day: {shares}", x="day", y="thousands")
+    for axes, title, x, y in (
+        (losses, "held-out loss (red: a retraining; broken: not promoted)", "", "nats per byte"),
+        (drift, "drift of the day's text from all text seen", "", "index"),
+        (tokens, f"tokens; prose by the day: {shares}", "day", "thousands"),
+    ):
+        axes.legend(fontsize=7, frameon=False)
+        finish_axes(axes, title, x=x, y=y)
     save_figure(figure, path)
 
 

@@ -72,8 +72,8 @@ def run_retrain(options: RetrainOptions, rest: list[str]) -> int:
         raise ValueError(f"{flag} is given, and retrain says where a training lies: leave it out")
     folder, size = as_path(options.run), getattr(config, "held_out_bytes", HELD_OUT_BYTES)
     history = [json.loads(line) for line in read_if_there(folder / RETRAININGS).splitlines()]
-    best = _point(folder, history)  # which a call before may have been killed before it did
     seen = seen_by(folder) | {each["data"]: each["parts"] for each in history if each["promoted"]}
+    best = _point(folder, history)  # which a call before may have been killed before it did
     parts = count_parts(options.data) if data.is_store(options.data) else 0
     past = {each["data"]: each["parts"] for each in history}
     looked = (seen | (past if options.drift is not None else {})).get(options.data, -1)

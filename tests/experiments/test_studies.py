@@ -202,6 +202,6 @@ def test_a_stream_is_played_and_continued(tmp_path, monkeypatch, capsys):
     assert second["promoted"]
     assert second["seen"] == second["there"] > first["seen"]
     assert second["best"]["prose"] < second["first"]["prose"] == first["best"]["prose"]
+    monkeypatch.setattr(stream, "play", None)  # a day that is done is not played again
     stream.main(given)
-    assert list(map(json.loads, capsys.readouterr().out.splitlines()[-2:])) == [first, second]
     assert (tmp_path / "s.png").stat().st_size > 10_000
