@@ -4,6 +4,7 @@
 and the lines that they print when training is over.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -35,6 +36,7 @@ from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
 from jaxtrain.run import trained
+from jaxtrain.run.folder import CHECKPOINTS, WATERMARKS
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.sharding.rules import Rules, batch_parts
 from jaxtrain.tree import map_named, named_leaves
@@ -48,6 +50,7 @@ MAY_CHANGE = {
     # Of what is said when training is over.
     **dict.fromkeys(("sample_tokens", "examples", "beams"), Effect.SAME),
     "shares": Effect.LATER,
+    "grow_every": Effect.SAME,
     **dict.fromkeys(("held_out_rows", "held_out_bytes", "held_out_text*"), Effect.EVALUATION),
     **dict.fromkeys(("also_held_out", "text.old"), Effect.EVALUATION),
 }
@@ -593,6 +596,32 @@ def until(tokens: np.ndarray, eod: int) -> np.ndarray:
 def tuning_rates(rates: Mapping[str, float]) -> dict[str, float]:
     """The share of the optimizers' own peak rates that suits weights that have learned."""
     return {name: 0.3 * rate for name, rate in rates.items()}
+
+
+def watermarks(config: Config, every: int) -> data.Watermarks | None:
+    """Returns the log of what a run's steps have seen of its growing store, which a run to resume
+    has in its folder or its checkpoints; None for a store that is taken as it is."""
+    spec = data.parse_data(config.data)
+    path = spec.paths.get("")
+    if not every:
+        return None
+    if path is None or not data.is_store(path):
+        raise ValueError(
+            f"--grow-every is {every} and --data {config.data} is not a token store: give the "
+            "folder of one, which jaxtrain tokenize makes"
+        )
+    if config.private.is_on:
+        raise ValueError(
+            f"--grow-every is {every} and training is private: its guarantee is of a fixed number "
+            "of rows; leave one of them out"
+        )
+    log: list[dict[str, Any]] = []
+    if kept := kept_file(config.run, WATERMARKS):
+        log = [json.loads(line) for line in kept.read_text().splitlines()]
+    elif kept := kept_file(config.run, CHECKPOINTS):
+        with contextlib.suppress(FileNotFoundError):  # killed before its first checkpoint
+            log = trained.stored(str(kept.parent)).get(WATERMARKS, [])
+    return data.Watermarks(path, every=every, log=log)
 
 
 def text_name(config: Config) -> str:

@@ -49,7 +49,7 @@ from jaxtrain.serve import command as serve
 from jaxtrain.serve import generate_command as generate
 from jaxtrain.serve.planning import plan_serving
 from jaxtrain.study import command as study
-from jaxtrain.study import coordinates, ladder, noise
+from jaxtrain.study import coordinates, ladder, noise, retrain
 from jaxtrain.study import runs_command as runs
 
 DESCRIPTION = (
@@ -386,6 +386,7 @@ COMMANDS = {
     "scaling": Command(scaling.ScalingOptions, scaling.run_scaling, passes_on=True),
     "compose": Command(compose.ComposeOptions, compose.run_compose),
     "study": Command(study.StudyOptions, study.run_study, passes_on=True),
+    "retrain": Command(retrain.RetrainOptions, retrain.run_retrain, passes_on=True),
     "ladder": Command(ladder.LadderOptions, ladder.run_ladder, passes_on=True),
     "coordinates": Command(
         coordinates.CoordinatesOptions, coordinates.run_coordinates, passes_on=True

@@ -131,6 +131,8 @@ class Data:
     counts: Callable[[int], Mapping[str, float]] | None = None
     """``step -> numbers`` that are logged with the metrics of a step, such as the epochs of each
     source of its data."""
+    watermarks: Any = None
+    """The :class:`jaxtrain.data.Watermarks` of rows from a growing source; None without any."""
     guarantee: str | None = None
     """The guarantee of a run to its rows, such as an epsilon, for the header and the end."""
 

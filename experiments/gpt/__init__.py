@@ -83,6 +83,9 @@ class Config(language.Config):
     packing: Literal["cut", "fit"] = "cut"
     """Rows to train on: the text cut every seq-len tokens, or whole documents, as many as fit. Of
     preferences whole pairs are placed, chosen and rejected side by side."""
+    grow_every: int = 0
+    """Steps between watermarks: looks at what `jaxtrain tokenize --append` has added to the store
+    of --data, which is read from that step on. 0 reads the store as it is at the start."""
     preference: Preference = dataclasses.field(default_factory=Preference)
     distill: Distill = dataclasses.field(default_factory=Distill)
     held_out_bytes: int = 300_000
@@ -113,10 +116,12 @@ class Config(language.Config):
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
     config = dial.fill(config)
-    check_least(config, held_out_bytes=0, sample_tokens=0, measured_rows=1)
+    check_least(config, held_out_bytes=0, sample_tokens=0, measured_rows=1, grow_every=0)
     measures.check(config.measures)
     options = language.tokenizer_options(config)
     chat = config.chat_template or (config.source and config.source.path)
+    marks = language.watermarks(config, config.grow_every)
+    options["parts"] = marks and marks.first.parts
     text = data.open_data(config.data, field=config.field, chat=chat, **options)
     if config.chat_template and not (text.has_conversations or config.also_held_out):
         raise ValueError(
@@ -128,6 +133,9 @@ def build(config: Config) -> jt.Experiment:
     if config.teacher is not None:
         language.check_same_tokens(config.teacher, tokenizer)
     rows = text.rows(model.seq_len, config.packing)
+    if marks is not None:
+        cut = functools.partial(data.pack, seq_len=model.seq_len, packing=config.packing)
+        rows = data.GrowingRows(marks, cut)
     if config.distill.stored is not None:
         rows = Taught(rows, config.distill.stored, tokenizer.fingerprint)
     config = config.of_rows(rows)
@@ -162,6 +170,11 @@ def build(config: Config) -> jt.Experiment:
                 f"data/epochs/{name}": n
                 for name, n in rows.epochs(step, config.global_batch).items()
             },
+        }
+    if marks is not None:
+        mixture = {
+            "watermarks": marks,
+            "counts": lambda step: {"data/visible_tokens": marks.at(step - 1).tokens},
         }
     return step.with_(
         **config.batches_of(rows, held_out_rows),

@@ -18,6 +18,8 @@ from jaxtrain.data.chat import encode_prompt as encode_prompt
 from jaxtrain.data.chat import load_template as load_template
 from jaxtrain.data.clients import ClientRows as ClientRows
 from jaxtrain.data.clients import partition as partition
+from jaxtrain.data.growing import GrowingRows as GrowingRows
+from jaxtrain.data.growing import Watermarks as Watermarks
 from jaxtrain.data.images import Augmented as Augmented
 from jaxtrain.data.images import Images as Images
 from jaxtrain.data.images import LabelledImages as LabelledImages
@@ -78,6 +80,7 @@ from jaxtrain.data.tokenizers import SubwordTokenizer as SubwordTokenizer
 from jaxtrain.data.tokenizers import Tokenizer as Tokenizer
 from jaxtrain.data.tokenizers import trained_kind as trained_kind
 from jaxtrain.data.workers import WorkerRows as WorkerRows
+from jaxtrain.data.writing import append_store as append_store
 from jaxtrain.data.writing import cached_store as cached_store
 from jaxtrain.data.writing import tokenize as tokenize
 from jaxtrain.data.writing import write_store as write_store

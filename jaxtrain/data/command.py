@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from jaxtrain.data.chat import load_template
+from jaxtrain.data.chat import ChatTemplate, load_template
+from jaxtrain.data.duplicates import OVERLAP, SIMILAR, overlapping, repeated
 from jaxtrain.data.loader import spread
 from jaxtrain.data.mixtures import open_documents, open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT
 from jaxtrain.data.store import TOKENIZER, Store, check_local, open_store, source_of
-from jaxtrain.data.writing import cpus, write_store
+from jaxtrain.data.writing import append_store, cpus, write_store
 from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.paths import exists
@@ -50,6 +51,9 @@ class TokenizeOptions:
     """Chat template for conversations (rows of messages, of prompt and completion, or of chosen and
     rejected): chatml, plain, a Jinja file, a tokenizer_config.json, or the folder of a model. Only
     the assistant's turns are trained on."""
+    append: bool = False
+    """Add the text to the store in --out as a new part, by the store's tokenizer. Runs with
+    --grow-every read it from their next watermark on."""
     workers: int | None = None
     """Processes; left out, one per processor."""
 
@@ -61,6 +65,8 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     check_local(options.out)  # before a tokenizer is trained
     name = options.chat_template
     chat = None if name is None else load_template(name)
+    if options.append:
+        return _append(options, chat)
     kept = Path(options.out) / TOKENIZER
     make = functools.partial(open_tokenizer, options.tokenizer, kept=kept if exists(kept) else None)
     text = {"field": options.field, "held_out": options.held_out}
@@ -73,6 +79,24 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
         source=source | {"tokenizer": options.tokenizer},
         workers=options.workers or cpus(),
     )
+    print("\n".join(_counts(store)))
+    return 0
+
+
+def _append(options: TokenizeOptions, chat: ChatTemplate | None) -> int:
+    if options.tokenizer != "bytes":
+        raise ValueError(
+            f"--tokenizer is {options.tokenizer}, and --append takes the tokenizer of the store "
+            f"in '{options.out}': leave one of them out"
+        )
+    before = open_store(options.out)
+    text = {"field": options.field, "held_out": options.held_out}
+    split, _, chat = open_documents(options.data, lambda _: before.tokenizer, chat=chat, **text)
+    source = source_of(options.data, options.field, options.held_out, chat)
+    workers = options.workers or cpus()
+    store = append_store(split, options.out, source=source, workers=workers)
+    if len(store.parts) == len(before.parts):
+        print(f"'{options.data}' is in '{options.out}' already, unchanged since: nothing is added")
     print("\n".join(_counts(store)))
     return 0
 
@@ -92,6 +116,9 @@ class DataOptions:
     """Its tokens per row."""
     samples: int = 3
     """Number of documents whose beginning is shown."""
+    duplicates: bool = False
+    """Read all of it for documents that repeat others, and held-out ones that share 13 words in a
+    row with those to train on; show nothing else."""
     verify: bool = False
     """Read the whole store and compare every file with its checksum, such as after a copy; show
     nothing else."""
@@ -104,6 +131,9 @@ def run_data(options: DataOptions, rest: list[str]) -> int:
     store = open_store(options.store)
     if options.verify:
         print(f"{store.path}: {human_bytes(store.verify())}, all as it was written")
+        return 0
+    if options.duplicates:
+        print("\n".join(_repeated(store)))
         return 0
     lines = [*_counts(store), "", *_lengths(store), "", *_common(store)]
     print("\n".join([*lines, "", *_samples(store, options.samples), ""]))
@@ -118,6 +148,8 @@ def _counts(store: Store) -> list[str]:
         f"  source     {source.get('data', 'documents')}{store.source_state()}",
         f"  tokenizer  {about['vocab_size']:,} tokens ({about['fingerprint'][:16]})",
     ]
+    if store.parts:
+        lines.append(f"  appended   {len(store.parts)} parts")
     for name, found in store.manifest["sets"].items():
         size = found["bytes"] / max(found["tokens"] - found["documents"], 1)
         pairs = f"{found['documents'] // 2:,} preferences in " if store.pairs else ""
@@ -128,6 +160,27 @@ def _counts(store: Store) -> list[str]:
         if "counted" in found:
             lines[-1] += f"; {found['counted'] / max(found['tokens'], 1):.1%} of the tokens count"
     return lines
+
+
+def _repeated(store: Store) -> list[str]:
+    sides = [store.corpus(name) for name in ("train", "held_out")]
+    lines = []
+    for name, side in zip(("train", "held_out"), sides, strict=True):
+        found = repeated(side.documents(store.tokenizer))
+        lines.append(
+            f"{name}: of {found['documents']:,} documents {found['exact']:,} are an earlier one "
+            f"again, and {found['near']:,} more are nearly one (by {SIMILAR:.0%} of their shingles)"
+        )
+        lines += [f"  document {b} is nearly document {a}" for a, b in found["pairs"]]
+    shares = overlapping(*(side.documents(store.tokenizer) for side in sides))
+    common = sorted(((share, name) for name, share in shares.items() if share), reverse=True)
+    lines.append(
+        f"overlap: {len(common):,} of {len(shares):,} held-out documents of {OVERLAP} words or "
+        f"more have {OVERLAP} words in a row in common with train"
+    )
+    return lines + [
+        f"  document {name}: {share:.1%} of its stretches" for share, name in common[:10]
+    ]
 
 
 def _lengths(store: Store) -> list[str]:

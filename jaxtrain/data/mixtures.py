@@ -20,9 +20,18 @@ from jaxtrain.data import sources
 from jaxtrain.data.chat import ChatTemplate, forms_of, load_template
 from jaxtrain.data.loader import RowSource, part_of, shuffled
 from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, PairedTokens, pack
-from jaxtrain.data.store import MANIFEST, Store, check_local, is_store, open_store, source_of
+from jaxtrain.data.store import (
+    MANIFEST,
+    Store,
+    check_local,
+    count_parts,
+    is_store,
+    open_store,
+    source_of,
+)
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, trained_kind
 from jaxtrain.data.writing import cached_store
+from jaxtrain.host import distributed
 from jaxtrain.host.paths import as_path, exists, is_remote
 
 # Merges are learned from the first texts of so many bytes: more would hardly change them.
@@ -270,6 +279,7 @@ def open_data(
     tokenizer: str = "bytes",
     kept: os.PathLike[str] | None = None,
     chat: str | None = None,
+    parts: int | None = None,
 ) -> TextData:
     """Opens what ``--data`` names; text that is no store becomes one under the cache when used.
 
@@ -281,6 +291,8 @@ def open_data(
         trained on the text ("unigram:N" and "wordpiece:N": one of those). Stores have their own.
       kept: a tokenizer that was trained before, to take instead where there is that file.
       chat: the template of rows that are conversations, as for `load_template`; None for none.
+      parts: the number of appended parts of each store that are visible; None for all that the
+        first process sees.
 
     Raises:
       ValueError: stores of different tokenizers, preferences beside something else, and what the
@@ -292,7 +304,9 @@ def open_data(
     found: dict[str, Store | sources.Split] = {}
     for name, path in spec.paths.items():
         if is_store(path):
-            found[name] = open_store(path)
+            count = functools.partial(count_parts, path)
+            visible = distributed.from_first_process(count) if parts is None else parts
+            found[name] = open_store(path, parts=visible)
         else:
             if is_remote(path) and exists(as_path(path) / MANIFEST):
                 check_local(path)

@@ -9,7 +9,9 @@ A store is a folder. Its sets, `train` and `held_out`, have
 - ``SET.starts.npy``: where each document begins; ``held_out`` has ``sizes`` and ``ranks`` too.
   Of preferences, documents 2 i and 2 i + 1 are the chosen and the rejected one of pair i;
 - a place in ``manifest.json``, which is written last: without it there is no store. Beside it,
-  ``tokenizer.json`` holds a tokenizer that is not that of bytes.
+  ``tokenizer.json`` holds a tokenizer that is not that of bytes;
+- ``parts/000001`` and so on, which :func:`jaxtrain.data.append_store` adds: whole stores of more
+  text, whose documents follow those of the store and of the parts before.
 
 Plain arrays, because a row is a window of tokens over the borders of documents: mapped, it costs
 the pages it lies on. Formats of records (ArrayRecord, TFRecord) read and unpack whole records.
@@ -21,6 +23,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -36,10 +39,11 @@ from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import HELD_OUT, Document, hash_fraction, open_text
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.host import storage
-from jaxtrain.host.paths import is_remote
+from jaxtrain.host.paths import is_remote, listed
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+PARTS = "parts"
 FORMAT = "jaxtrain token store 1"
 COUNTS = ".counts"  # the ending of files that say which tokens count
 SUMS = "sha256"  # of every shard and array, by name, in the manifest
@@ -55,11 +59,13 @@ _MAPPED_FILES = 128
 class Store:
     """A store that is complete; made by `open_store` and `write_store`.
 
-    ``path`` is its folder, and ``manifest`` what ``manifest.json`` holds.
+    ``path`` is its folder, and ``manifest`` what ``manifest.json`` holds, joined with the manifests
+    of the ``parts`` that are visible: their folders within it, in order.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any]):
-        self.path, self.manifest = path, manifest
+    def __init__(self, path: Path, manifest: dict[str, Any], parts: Sequence["Store"] = ()):
+        self.path, self.manifest, self.parts = path, _joined(manifest, parts), tuple(parts)
+        self._own = manifest
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -175,8 +181,8 @@ class Store:
         Raises:
           ValueError: files differ, or an earlier version wrote them without a checksum.
         """
-        sums, names = self.manifest.get(SUMS, {}), ["held_out.sizes.npy", "held_out.ranks.npy"]
-        for name, about in self.manifest["sets"].items():
+        sums, names = self._own.get(SUMS, {}), ["held_out.sizes.npy", "held_out.ranks.npy"]
+        for name, about in self._own["sets"].items():
             names += [*shard_files(about, 1), f"{name}.starts.npy"]
         if missing := [name for name in names if name not in sums]:
             raise ValueError(
@@ -189,10 +195,16 @@ class Store:
         if differ:
             which = f"{', '.join(differ)} ({len(differ)} of {len(names)} files)"
             raise ValueError(f"'{self.path}' is damaged: {which}; copy it or make it again")
-        return sum(os.path.getsize(self.path / name) for name in names)
+        own = sum(os.path.getsize(self.path / name) for name in names)
+        return own + sum(part.verify() for part in self.parts)
 
     def _starts(self, name: str, tokens: int) -> np.ndarray:
         """Returns the starts of documents; checks the first and last, and `verify` all."""
+        if self.parts:  # of each part behind all tokens before it
+            sides = [each.manifest["sets"][name] for each in self.each]
+            before = np.cumsum([0, *(side["tokens"] for side in sides)]).tolist()
+            each = zip(self.each, sides, before, strict=False)
+            return np.concatenate([s._starts(name, n["tokens"]) + at for s, n, at in each])
         starts = self._array(name, "starts")
         if len(starts) and not (starts[0] == 0 <= starts[-1] < tokens):
             raise ValueError(
@@ -201,7 +213,14 @@ class Store:
             )
         return starts
 
+    @functools.cached_property
+    def each(self) -> "list[Store]":
+        """The store without its parts, and the parts."""
+        return [Store(self.path, self._own), *self.parts]
+
     def _array(self, name: str, what: str) -> np.ndarray:
+        if self.parts:
+            return np.concatenate([each._array(name, what) for each in self.each])
         path = self.path / f"{name}.{what}.npy"
         with naming_damage(path):
             # Not np.load, which leaves a damaged file open.
@@ -304,15 +323,45 @@ def is_store(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def open_store(path: str | os.PathLike[str]) -> Store:
+def open_store(path: str | os.PathLike[str], *, parts: int | None = None) -> Store:
     """Opens a store; its size hardly matters, as nothing but its manifest is read.
+
+    Args:
+      path: the folder.
+      parts: how many of the parts that were appended to it are visible; None for all.
 
     Raises:
       ValueError: if it is none, is in a bucket, is not complete, or its files are cut short or
-        missing.
+        missing, or it has fewer parts.
     """
     check_local(path)
-    folder = Path(path)
+    folder, store = Path(path), _open_one(Path(path))
+    there = count_parts(folder)
+    if parts is not None and parts > there:
+        raise ValueError(
+            f"the token store '{folder}' has {there} parts and {parts} are asked for: parts that a "
+            "run has read must stay; copy them back"
+        )
+    numbers = range(1, 1 + (there if parts is None else parts))
+    return Store(folder, store.manifest, [_open_one(part_path(folder, n)) for n in numbers])
+
+
+def count_parts(path: str | os.PathLike[str]) -> int:
+    """Returns the number of parts that were appended to a store; raises ValueError where one
+    between them is missing."""
+    names = {each.name for each in listed(Path(path) / PARTS) if each.name.isdigit()}
+    for number in range(1, len(names) + 1):
+        if (wanted := part_path(path, number)).name not in names:
+            raise ValueError(f"'{wanted}' is missing, and parts after it are there: copy it back")
+    return len(names)
+
+
+def part_path(path: str | os.PathLike[str], number: int) -> Path:
+    """Returns the folder of a part of a store, which are numbered from 1."""
+    return Path(path) / PARTS / f"{number:06d}"
+
+
+def _open_one(folder: Path) -> Store:
     manifest = read_manifest(folder)
     if manifest is None:
         raise ValueError(f"'{folder}' is no token store: it has no {MANIFEST}")
@@ -330,6 +379,27 @@ def open_store(path: str | os.PathLike[str]) -> Store:
                 has = f"{found[name]} bytes, not {wanted}" if name in found else "gone"
                 raise ValueError(f"'{folder / name}' is damaged ({has}); {make_again(folder)}")
     return Store(folder, manifest)
+
+
+def _joined(manifest: dict[str, Any], parts: Sequence[Store]) -> dict[str, Any]:
+    """Returns the manifest of a store with those of its parts: one of all that is visible."""
+    if not parts:
+        return manifest
+    sets = {}
+    for name, own in manifest["sets"].items():
+        each = [own, *(part.manifest["sets"][name] for part in parts)]
+        sums = {key: sum(one[key] for one in each) for key in ("documents", "tokens", "bytes")}
+        lengths = itertools.zip_longest(*(one["lengths"] for one in each), fillvalue=0)
+        shards = [tuple(shard) for shard in own["shards"]]
+        for part, one in zip(parts, each[1:], strict=True):
+            shards += [(f"{PARTS}/{part.path.name}/{file}", count) for file, count in one["shards"]]
+        text = hashlib.sha256(" ".join(one["text"] for one in each).encode()).hexdigest()[:32]
+        sets[name] = own | sums | {"text": text, "shards": shards}
+        sets[name] |= {"longest": max(one["longest"] for one in each)}
+        sets[name] |= {"lengths": [sum(counts) for counts in lengths]}
+        if counted := [one["counted"] for one in each if "counted" in one]:
+            sets[name]["counted"] = sum(counted)
+    return manifest | {"sets": sets}
 
 
 def shard_files(about: dict[str, Any], size: int) -> dict[str, int]:

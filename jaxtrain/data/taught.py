@@ -26,7 +26,7 @@ def about_rows(rows: Any, vocabulary: str) -> dict[str, Any]:
       ValueError: for a mixture, whose rows have no order of their own, and preferences.
     """
     if not hasattr(rows, "corpus") or rows.corpus.pairs:
-        what = "holds preferences" if hasattr(rows, "corpus") else "is a mixture"
+        what = "holds preferences" if hasattr(rows, "corpus") else "is a mixture, or grows"
         raise ValueError(f"`data` {what}: a teacher's answers are beside text of one source")
     cut = {"seq_len": rows.seq_len, "packing": type(rows).__name__, "rows": len(rows)}
     return {"text": rows.corpus.fingerprint, "vocabulary": vocabulary} | cut

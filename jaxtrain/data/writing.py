@@ -31,6 +31,7 @@ from jaxtrain.data.store import (
     COUNTS,
     FORMAT,
     MANIFEST,
+    PARTS,
     SUMS,
     TOKENIZER,
     Noted,
@@ -39,12 +40,13 @@ from jaxtrain.data.store import (
     is_store,
     naming_damage,
     open_store,
+    part_path,
     read_manifest,
     shard_files,
 )
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.workers import start_worker
-from jaxtrain.host.paths import cache_folder, delete_oldest, exists, listed
+from jaxtrain.host.paths import cache_folder, delete_oldest, exists, listed, make_folder
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26
@@ -116,6 +118,57 @@ def write_store(
                 if alone:
                     _tidy(folder)
     return open_store(folder)
+
+
+def append_store(
+    split: Split,
+    path: str | os.PathLike[str],
+    *,
+    source: dict[str, Any] | None = None,
+    workers: int = 1,
+) -> Store:
+    """Tokenizes more documents into a new part of a store, by the tokenizer of the store.
+
+    The part is written beside the others and then renamed, so that whoever reads sees all of it or
+    nothing: runs that have the store open keep what they see. An interrupted call leaves what it
+    has done to the next call with the same text, and text that is a part already (its files have
+    the same names, sizes and times) is not added again. One process of a host appends at a time.
+
+    Args:
+      split: the documents of both sets.
+      path: the store.
+      source: what the manifest of the part says of where the text comes from.
+      workers: as for :func:`write_store`.
+
+    Returns:
+      The store with all its parts.
+
+    Raises:
+      ValueError: there is no complete store, the text is of another kind than the text of the store
+        (conversations, preferences), and what :func:`write_store` raises.
+      OSError: as for :func:`write_store`.
+    """
+    store = open_store(path)
+    folder = store.path / PARTS
+    stamps = {
+        name: _stamp(getattr(side, "files", None) or side) for name, side in split._asdict().items()
+    }
+    with _one_at_a_time(folder):
+        store = open_store(path)
+        known = [each.manifest["source"].get("stamps") for each in store.each]
+        if stamps not in known:
+            make_folder(folder)
+            fresh = folder / "next"
+            part = write_store(split, store.tokenizer, fresh, source=source, workers=workers)
+            kinds = [(s.pairs, "counted" in s.manifest["sets"]["train"]) for s in (store, part)]
+            if kinds[0] != kinds[1]:
+                shutil.rmtree(fresh)
+                raise ValueError(
+                    f"the text to append is of another kind (text, conversations, preferences) "
+                    f"than that of the token store '{store.path}': make a store of its own"
+                )
+            os.rename(fresh, part_path(store.path, len(store.parts) + 1))
+    return open_store(path)
 
 
 def cached_store(

@@ -32,12 +32,14 @@ OWNER, CONFIG, CHANGES, LOG = "owner.json", "config.json", "changes.jsonl", "log
 EVENTS, HEARTBEAT, HANG = "events.jsonl", "heartbeat.json", "hang-process-{}.txt"
 STOPPED, LANDSCAPE, REPORT, PICTURE = "stopped.json", "landscape.json", "report.html", "report.png"
 CSV, PROMETHEUS, UPDATES = "metrics.csv", "metrics.prom", "updates.jsonl"
-RECEIPTS = "receipts.jsonl"
+RECEIPTS, WATERMARKS = "receipts.jsonl", "watermarks.jsonl"
+# Of `jaxtrain retrain`: which run is the best now, and every decision.
+PROMOTED, RETRAININGS = "promoted.json", "retrainings.jsonl"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 # Of launchers, who meet there before there is a run.
 HOSTS = "hosts"
 FILES = (OWNER, CONFIG, CHANGES, LOG, EVENTS, HEARTBEAT, STOPPED, LANDSCAPE, REPORT, PICTURE)
-FILES += (CSV, PROMETHEUS, UPDATES, RECEIPTS)
+FILES += (CSV, PROMETHEUS, UPDATES, RECEIPTS, WATERMARKS, PROMOTED, RETRAININGS)
 # In owner.json, while an earlier run is being deleted.
 OVERWRITING = "overwriting"
 # After so long without owner.json the folder has gone, and its place is not to be taken.

@@ -313,6 +313,8 @@ def _fit(
             storage.retrying(write, f"the file {run_dir / file}")
         check_shared(run_dir / folder.CONFIG)
         provenance.note_changes(run_dir, changes, metadata.config, from_step=start)
+        if (marks := experiment.data.watermarks) is not None:
+            marks.keep(run_dir / folder.WATERMARKS, owner.taken_by)
         run = stack.enter_context(
             _opened(experiment, options, mesh, owner, peers, writers, journal, start, resume)
         )

@@ -10,7 +10,7 @@ from scipy import stats
 
 from experiments import gpt
 from experiments.studies import __main__ as studies
-from experiments.studies import sweep
+from experiments.studies import stream, sweep
 from jaxtrain.run.main import load_config
 from jaxtrain.run.observe.report.records import Series
 from jaxtrain.study import command
@@ -180,3 +180,28 @@ def test_a_study_over_axes_keeps_and_draws_the_loss_as_it_falls(tmp_path, capsys
     assert losses == [3.2, 2.2 + 1e-9]
     assert steps == [size, size * 10**9]
     assert (tmp_path / "curves.png").stat().st_size > 5000
+
+
+def test_a_stream_takes_prose_from_docstrings():
+    source = 'x = """text"""\n\ndef f():\n    """About f."""\n\nclass C:\n    """About C."""\n'
+    assert stream.docstrings(source) == "About f.\n\nAbout C."
+    assert stream.docstrings("no python") == ""
+
+
+@pytest.mark.slow
+def test_a_stream_is_played_and_continued(tmp_path, monkeypatch, capsys):
+    """Two days of few files: the second is prose, which the store's run is trained on."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(stream, "PROSE", (0.0, 1.0))
+    monkeypatch.setattr(stream, "FILES", 20)
+    for name in ("FIRST", "NEXT"):
+        monkeypatch.setattr(stream, name, getattr(stream, name).replace("00", "0"))
+    given = ["--study-dir", str(tmp_path / "s"), "--png", str(tmp_path / "s.png")]
+    stream.main(given)
+    first, second = map(json.loads, capsys.readouterr().out.splitlines()[-2:])
+    assert second["promoted"]
+    assert second["seen"] == second["there"] > first["seen"]
+    assert second["best"]["prose"] < second["first"]["prose"] == first["best"]["prose"]
+    monkeypatch.setattr(stream, "play", None)  # a day that is done is not played again
+    stream.main(given)
+    assert (tmp_path / "s.png").stat().st_size > 10_000

@@ -102,7 +102,7 @@ def test_rows_bring_their_answers_and_others_are_refused(tmp_path):
         assert (found[i]["teacher_log_probs"] == log_probs[i]).all()
     with pytest.raises(ValueError, match=r"are of other rows \(packing is PackedTokens there"):
         taught.Taught(data.FittedTokens(corpus, 8), tmp_path, "bytes")
-    with pytest.raises(ValueError, match="`data` is a mixture: a teacher's"):
+    with pytest.raises(ValueError, match="`data` is a mixture, or grows: a teacher's"):
         taught.about_rows([], "bytes")
 
 

@@ -16,6 +16,7 @@ from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
 from jaxtrain.run.context import Run
+from jaxtrain.run.folder import WATERMARKS
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.observe.journal import CHECKPOINT, SAVE_FAILED
 from jaxtrain.run.receipts import Receipts
@@ -199,12 +200,14 @@ class Saving(Hook):
         metrics = {f"eval/{name}": x for name, x in means.items() if not np.ndim(x)}
         keep = self.run.options.save_frozen
         frozen = () if keep else optim.frozen_of(state)
-        since = self.clock()
+        since, config, marks = self.clock(), self.run.metadata.config, self.run.data.watermarks
+        if marks is not None:
+            config = {**config, WATERMARKS: marks.before(step)}
         started = self.checkpoints.save(
             step,
             self.run.stack.in_order(state),
             metrics=metrics if evaluated == step else None,
-            config=self.run.metadata.config,
+            config=config,
             leave_out=[f"params/{name}" for name in frozen],
         )
         if started:
