@@ -98,7 +98,8 @@ def lasts(error: BaseException | None) -> bool:
     if error is None or passes(error):
         return False
     number = error_number(error)
-    return number in _LASTING_NUMBERS if number else isinstance(error, ValueError | TypeError)
+    lasting = (ValueError, TypeError, PermissionError)  # which clients of buckets do not number
+    return number in _LASTING_NUMBERS if number else isinstance(error, lasting)
 
 
 def why(error: BaseException) -> str:
