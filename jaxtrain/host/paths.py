@@ -73,7 +73,8 @@ def file_system(path: epath.PathLike) -> tuple[Any, str]:
     import fsspec
 
     as_path(path)
-    return fsspec.core.url_to_fs(str(path))
+    # The name by which etils asks for it.
+    return fsspec.core.url_to_fs(re.sub("^gs://", "gcs://", str(path)))
 
 
 class Entry(NamedTuple):
@@ -127,6 +128,19 @@ def listed(folder: P, pattern: str = "*") -> list[P]:
         return [path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
     except FileNotFoundError:
         return []
+
+
+def sizes(folder: epath.Path | pathlib.Path) -> dict[str, int]:
+    """Returns the bytes of each file in a folder by its name, none without one."""
+    if not is_remote(folder):
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries}
+    system, path = file_system(folder)
+    try:
+        found = system.ls(path, detail=True)
+        return {each["name"].rpartition("/")[2]: each["size"] or 0 for each in found}
+    except FileNotFoundError:
+        return {}
 
 
 def read_if_there(path: epath.Path | pathlib.Path) -> bytes:

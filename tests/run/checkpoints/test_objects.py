@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
-from fsspec.implementations.memory import MemoryFileSystem
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtrain as jt
@@ -19,40 +18,16 @@ from jaxtrain.run.checkpoints.checkpointer import Checkpointer, SaveError
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
 from jaxtrain.run.checkpoints.reader import Reader
 from jaxtrain.run.folder import find_run_dir, lock_run_dir
+from tests import memory_s3
+from tests.memory_s3 import S3
 
 FOLDER = "s3://bucket/run/checkpoints"
 
 
-class S3(MemoryFileSystem):
-    """What s3fs would be, in memory: whole objects only, and no folder can be renamed."""
-
-    protocol = ("s3",)
-    store: dict = {}  # noqa: RUF012
-    pseudo_dirs: list = [""]  # noqa: RUF012
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        path = str(path).removeprefix("s3://").strip("/")
-        return f"/{path}" if path else ""
-
-    def _open(self, path, mode="rb", **options):
-        assert "a" not in mode, "an object cannot be appended to"
-        return super()._open(path, mode, **options)
-
-    def rename(self, path, target, **options):
-        raise AssertionError(f"{path} renamed")
-
-
 @pytest.fixture
 def s3():
-    known = fsspec.registry.get("s3")
-    fsspec.register_implementation("s3", S3, clobber=True)
-    S3.clear_instance_cache()
-    S3.store.clear()
-    S3.pseudo_dirs[:] = [""]
-    yield S3
-    if known is not None:
-        fsspec.register_implementation("s3", known, clobber=True)
+    with memory_s3.installed() as bucket:
+        yield bucket
 
 
 def a_state(mesh, values=1.0):
