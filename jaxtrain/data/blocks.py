@@ -7,7 +7,6 @@ import pathlib
 import shutil
 import tempfile
 import threading
-import weakref
 import zlib
 from collections.abc import Sequence
 
@@ -21,12 +20,13 @@ BLOCK_BYTES = 1 << 18
 # Of all that is kept, by all processes of a host; it is never more than half of what was free.
 KEPT_BYTES = 64 << 30
 
-_in_use: "weakref.WeakSet[BlockCache]" = weakref.WeakSet()
+_asked = 0
 
 
-def in_use() -> bool:
-    """Whether this process reads from a bucket, so that rows are better read many at a time."""
-    return bool(_in_use)
+def asked() -> int:
+    """Returns how often this process has asked a bucket: whoever reads much may see that it waits,
+    and ask for several things at a time."""
+    return _asked
 
 
 def crcs(path: pathlib.Path) -> list[int]:
@@ -57,7 +57,6 @@ class BlockCache:
             self._kept = pathlib.Path(self._temporary.name)
         self.limit = min(KEPT_BYTES, shutil.disk_usage(self._kept).free // 2)
         self._written = self.limit  # so that the first block makes room
-        _in_use.add(self)
 
     def read(self, name: str, start: int, stop: int, sums: Sequence[int]) -> bytes:
         """Returns the bytes of a file from ``start`` to ``stop``.
@@ -117,6 +116,8 @@ class BlockCache:
         return found
 
     def _ask(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+        global _asked
+        _asked += 1
         system, path = file_system(self._folder / name)
         return storage.retrying(
             lambda: system.cat_file(path, start=start, end=stop), f"'{self._folder / name}'"

@@ -190,11 +190,14 @@ class Batches:
 
 
 def _all_of(one: Callable[[int], Any], wanted: Sequence[int]) -> list[Any]:
-    """The rows of a batch: one after the other, or at the same time where they are far away."""
-    if not blocks.in_use():
-        return [one(index) for index in wanted]
-    with ThreadPoolExecutor(_FAR_ROWS, "jaxtrain-rows") as pool:
-        return list(pool.map(one, wanted))
+    """The rows of a batch: one after the other, and at the same time once one is not on a disk."""
+    before, found = blocks.asked(), []
+    while len(found) < len(wanted) and blocks.asked() == before:
+        found.append(one(wanted[len(found)]))
+    if rest := wanted[len(found) :]:
+        with ThreadPoolExecutor(_FAR_ROWS, "jaxtrain-rows") as pool:
+            found += pool.map(one, rest)
+    return found
 
 
 def shuffled(position: int, length: int, seed: int) -> int:

@@ -40,6 +40,9 @@ _PASSING_TEXT = re.compile(
 )
 _NUMBER_IN_TEXT = re.compile(r"os_error_code='(\d+)'")  # TensorStore's way to say errno
 
+# Clients of buckets, which raise errors of their own kinds, such as for want of credentials.
+_CLIENTS = frozenset({"aiohttp", "azure", "botocore", "gcsfs", "google"})
+
 # What is so until somebody changes it: rights, names, kinds of files.
 _LASTING_NUMBERS = frozenset(
     getattr(errno, name)
@@ -167,6 +170,8 @@ def iterating(
             return
         except Exception as error:
             if not passing(error):
+                if type(error).__module__.partition(".")[0] in _CLIENTS:
+                    raise OSError(f"{what}: {why(error)}") from error
                 raise
             at = clock()
             if since is None:
