@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from jaxtrain.host import storage
-from jaxtrain.host.paths import cache_folder, delete_oldest, file_system
+from jaxtrain.host.paths import cache_folder, delete_oldest, read_object
 
 # What is asked for at a time: a row lies on one or two, and a bucket answers in that time anyhow.
 BLOCK_BYTES = 1 << 18
@@ -83,7 +82,7 @@ class BlockCache:
         path = self._path(name)
         for kept in (True, False, False):
             if not kept:
-                self._keep(path, self._ask(name))
+                self._keep(path, read_object(self._folder / name))
             with contextlib.suppress(FileNotFoundError):
                 if hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
                     return path
@@ -100,28 +99,23 @@ class BlockCache:
         return data if zlib.crc32(data) == sums[number] else None
 
     def _fetch(self, name: str, run: list[int], sums: Sequence[int]) -> dict[int, bytes]:
+        global _asked
+        _asked += 1
+        start, stop = run[0] * BLOCK_BYTES, (run[-1] + 1) * BLOCK_BYTES
         for _ in range(2):  # a read that was torn once says nothing of the file
-            data = self._ask(name, run[0] * BLOCK_BYTES, (run[-1] + 1) * BLOCK_BYTES)
+            data = read_object(self._folder / name, start, stop)
             found = {n: data[at * BLOCK_BYTES :][:BLOCK_BYTES] for at, n in enumerate(run)}
             if all(zlib.crc32(block) == sums[n] for n, block in found.items()):
                 break
         else:
             raise ValueError(
-                f"'{self._folder / name}' is damaged (its checksum differs within bytes "
-                f"{run[0] * BLOCK_BYTES} to {(run[-1] + 1) * BLOCK_BYTES}); make the store again"
+                f"'{self._folder / name}' is damaged (its checksum differs within bytes {start} to "
+                f"{stop}); make the store again"
             )
         for number, block in found.items():
             with contextlib.suppress(OSError):  # a disk that is full keeps less
                 self._keep(self._path(f"{name}-{number}"), block)
         return found
-
-    def _ask(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        global _asked
-        _asked += 1
-        system, path = file_system(self._folder / name)
-        return storage.retrying(
-            lambda: system.cat_file(path, start=start, end=stop), f"'{self._folder / name}'"
-        )
 
     def _keep(self, path: pathlib.Path, data: bytes) -> None:
         with self._lock:

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import hashlib
 import io
 import json
@@ -55,7 +54,7 @@ from jaxtrain.host.paths import (
     file_system,
     is_remote,
     listed,
-    read_if_there,
+    read_object,
     sizes,
 )
 
@@ -300,9 +299,8 @@ def _share_parts(
         for part in parts:
             name = f"{part.name}.npz"
             if name in there and not exists(folder / name):
-                read = functools.partial(read_if_there, target / name)
                 with _whole(folder / name) as sink:
-                    sink.write(storage.retrying(read, f"'{target / name}'"))
+                    sink.write(read_object(target / name))
         return [part for part in parts if f"{part.name}.npz" not in there]
 
     def upload(part: _Part) -> None:

@@ -68,13 +68,25 @@ def scheme_of(path: epath.PathLike) -> str:
 
 
 def file_system(path: epath.PathLike) -> tuple[Any, str]:
-    """Returns the file system (fsspec's) of a path in a bucket, and what the path is called there:
-    what reads ranges and writes whole objects in one request each."""
+    """Returns fsspec's file system of a path in a bucket, and what the path is called there."""
     import fsspec
 
     as_path(path)
     # The name by which etils asks for it.
     return fsspec.core.url_to_fs(re.sub("^gs://", "gcs://", str(path)))
+
+
+def read_object(path: epath.PathLike, start: int | None = None, stop: int | None = None) -> bytes:
+    """Returns what an object in a bucket holds, or its bytes from ``start`` to ``stop``, by one
+    request; it is tried again where storage fails. Raises FileNotFoundError and StorageError."""
+    system, name = file_system(path)
+    return storage.retrying(lambda: system.cat_file(name, start=start, end=stop), f"'{path}'")
+
+
+def write_object(path: epath.PathLike, data: bytes, *, seconds: float | None = None) -> None:
+    """Writes an object of a bucket whole, as :func:`read_object` reads; tried for so long."""
+    system, name = file_system(path)
+    storage.retrying(lambda: system.pipe_file(name, data), f"'{path}'", seconds=seconds)
 
 
 class Entry(NamedTuple):

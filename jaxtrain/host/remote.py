@@ -2,11 +2,12 @@
 
 import contextlib
 import fnmatch
+import functools
 import pathlib
 import sys
 import types
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
 from etils import epath
 
@@ -70,14 +71,10 @@ class RemotePath(epath.Path):
         system, path = self._system()
         return getattr(system, call)(path, *args, **options)
 
-    def exists(self) -> bool:
-        return self._ask("exists")
-
-    def is_dir(self) -> bool:
-        return self._ask("isdir")
-
-    def is_file(self) -> bool:
-        return self._ask("isfile")
+    exists = functools.partialmethod(_ask, "exists")
+    is_dir = functools.partialmethod(_ask, "isdir")
+    is_file = functools.partialmethod(_ask, "isfile")
+    rmdir = functools.partialmethod(_ask, "rmdir")
 
     def iterdir(self) -> Iterator["RemotePath"]:
         names = {path.rstrip("/").rpartition("/")[2] for path in self._ask("ls", detail=False)}
@@ -86,7 +83,7 @@ class RemotePath(epath.Path):
     def glob(self, pattern: str) -> Iterator["RemotePath"]:
         return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
-    def open(self, mode: str = "r", **options: Any) -> IO[Any]:
+    def open(self, mode: str = "r", **options: Any) -> Any:
         return self._ask("open", mode, **options)
 
     def stat(self) -> Any:
@@ -101,9 +98,6 @@ class RemotePath(epath.Path):
     def mkdir(self, mode: int | None = None, parents: bool = False, exist_ok: bool = False) -> None:
         del mode, parents  # folders of such storage are made with those around them
         self._ask("makedirs", exist_ok=exist_ok)
-
-    def rmdir(self) -> None:
-        self._ask("rmdir")
 
     def rmtree(self, missing_ok: bool = False) -> None:
         with contextlib.suppress(*[FileNotFoundError] * missing_ok):

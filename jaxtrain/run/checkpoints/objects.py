@@ -5,6 +5,7 @@ whose bytes are the chunk's. Every process writes the chunks that its devices ho
 checkpoint on a disk is one that Orbax reads, as it would have written it there without OCDBT.
 """
 
+import collections
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import file_system, scheme_of
+from jaxtrain.host.paths import read_object, scheme_of, write_object
 from jaxtrain.run.checkpoints.leaves import ocp
 
 # A chunk's bytes at most, which are what is tried again where storage fails, and how many are on
@@ -60,10 +61,8 @@ class ObjectHandler:
     ) -> list["ocp.future.Future"]:
         """Copies arrays from the devices, and begins to write them in the background."""
         del args
-        for value in values:  # all at once, before the first one is waited for
-            for shard in getattr(value, "addressable_shards", ()):
-                if shard.replica_id == 0:
-                    shard.data.copy_to_host_async()
+        for shard in itertools.chain(*map(_written, values)):  # before the first one is waited for
+            shard.data.copy_to_host_async()
         arrays = [(info, *_held(value)) for info, value in zip(infos, values, strict=True)]
 
         async def write() -> None:
@@ -71,8 +70,8 @@ class ObjectHandler:
                 await info.await_path_creation()
             with ThreadPoolExecutor(PARALLEL, "jaxtrain-objects") as pool:
                 objects = (each for array in arrays for each in _objects(*array))
-                for _ in _ahead(pool, lambda each: _put(*each), objects):
-                    pass
+                put = lambda each: write_object(*each, seconds=PUT_SECONDS)  # noqa: E731
+                collections.deque(_ahead(pool, put, objects), maxlen=0)
 
         return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="objects")]
 
@@ -94,22 +93,22 @@ def read(folder: epath.Path, wanted: Mapping[str, "ocp.RestoreArgs"]) -> dict[st
     found: dict[str, Any] = {}
     with ThreadPoolExecutor(PARALLEL, "jaxtrain-objects") as pool:
         grids = dict(zip(wanted, pool.map(lambda name: _grid(folder / name), wanted), strict=True))
-        parts = {name: _wanted(grid.shape, wanted[name]) for name, grid in grids.items()}
+        shardings = {name: getattr(wanted[name], "sharding", None) for name in wanted}
+        parts = {name: _wanted(grid.shape, shardings[name]) for name, grid in grids.items()}
         tasks = [(n, place) for n, grid in grids.items() for place in grid.chunks_of(parts[n])]
         chunks = _ahead(pool, lambda task: _get(folder / task[0], grids[task[0]], task[1]), tasks)
         for name, grid in grids.items():
-            here = {
-                x: np.empty([stop - start for start, stop in x], grid.dtype) for x in parts[name]
-            }
+            here = {part: np.empty([b - a for a, b in part], grid.dtype) for part in parts[name]}
             for place in grid.chunks_of(parts[name]):
                 chunk, data = grid.part_of(place), next(chunks)
                 for part, array in here.items():
-                    both = tuple(
-                        (max(a, c), min(b, d)) for (a, b), (c, d) in zip(part, chunk, strict=True)
-                    )
+                    both = [(max(*a), min(*b)) for a, b in map(zip, part, chunk)]
                     if all(start < stop for start, stop in both):
                         array[_within(both, part)] = data[_within(both, chunk)]
-            found[name] = _placed(grid.shape, wanted[name], here)
+            found[name] = next(iter(here.values()))
+            if (sharding := shardings[name]) is not None:
+                cut = lambda index, of=here, shape=grid.shape: of[_part(index, shape)]  # noqa: E731
+                found[name] = jax.make_array_from_callback(grid.shape, sharding, cut)
     return found
 
 
@@ -147,13 +146,16 @@ def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
+def _written(value: Any) -> list[Any]:
+    """The shards of an array that this process writes."""
+    return [each for each in getattr(value, "addressable_shards", ()) if each.replica_id == 0]
+
+
 def _held(value: Any) -> tuple[_Grid, list[tuple[Part, np.ndarray]]]:
     """How an array is cut, and those of its parts that this process is to write."""
     if isinstance(value, jax.Array):
-        shard, held = value.sharding.shard_shape(value.shape), []
-        for each in value.addressable_shards:
-            if each.replica_id == 0:
-                held.append((_part(each.index, value.shape), np.asarray(each.data)))
+        shard, shards = value.sharding.shard_shape(value.shape), _written(value)
+        held = [(_part(each.index, value.shape), np.asarray(each.data)) for each in shards]
     else:
         shard, held = value.shape, [(_part((), value.shape), np.array(value))]
         held = held if jax.process_index() == 0 else []
@@ -169,12 +171,8 @@ def _objects(info: Any, grid: _Grid, held: Any) -> Iterator[tuple[str, bytes]]:
             "chunks": grid.chunk,
             # The dtypes of ml_dtypes have no name in Zarr but TensorStore's, which is theirs.
             "dtype": grid.dtype.str if grid.dtype.isbuiltin == 1 else grid.dtype.name,
-            "fill_value": None,
             "order": "C",
-            "filters": None,
-            "compressor": None,
-            "dimension_separator": ".",
-        }
+        } | dict.fromkeys(("fill_value", "filters", "compressor"))
         yield f"{info.path}/{_ABOUT}", json.dumps(about).encode()
     for part, data in held:
         for place in grid.chunks_of([part]):
@@ -186,26 +184,18 @@ def _key(chunk: Sequence[int]) -> str:
     return ".".join(map(str, chunk)) or "0"
 
 
-def _put(path: str, data: bytes) -> None:
-    system, inner = file_system(path)
-    storage.retrying(lambda: system.pipe_file(inner, data), f"'{path}'", seconds=PUT_SECONDS)
-
-
 def _grid(path: epath.Path) -> _Grid:
-    system, inner = file_system(f"{path}/{_ABOUT}")
     try:
-        about = json.loads(storage.retrying(lambda: system.cat_file(inner), f"'{path}/{_ABOUT}'"))
+        about = json.loads(read_object(path / _ABOUT))
         return _Grid(tuple(about["shape"]), tuple(about["chunks"]), np.dtype(about["dtype"]))
     except (FileNotFoundError, KeyError, TypeError) as error:
         raise ValueError(f"'{path}' is no array ({storage.why(error)})") from error
 
 
 def _get(path: epath.Path, grid: _Grid, place: tuple[int, ...]) -> np.ndarray:
-    system, inner = file_system(whole := f"{path}/{_key(place)}")
-    data = storage.retrying(lambda: system.cat_file(inner), f"'{whole}'")
-    size = math.prod(grid.chunk) * grid.dtype.itemsize
+    data, size = read_object(path / _key(place)), math.prod(grid.chunk) * grid.dtype.itemsize
     if len(data) != size:
-        raise ValueError(f"'{whole}' has {len(data)} bytes, not {size}")
+        raise ValueError(f"'{path / _key(place)}' has {len(data)} bytes, not {size}")
     return np.frombuffer(data, grid.dtype).reshape(grid.chunk)
 
 
@@ -231,19 +221,9 @@ def _within(part: Part, outer: Part) -> tuple[slice, ...]:
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
 
 
-def _wanted(shape: tuple[int, ...], args: "ocp.RestoreArgs") -> list[Part]:
+def _wanted(shape: tuple[int, ...], sharding: jax.sharding.Sharding | None) -> list[Part]:
     """The parts of an array that this process is to hold."""
-    sharding = getattr(args, "sharding", None)
     if sharding is None:
         return [_part((), shape)]
     indices = sharding.addressable_devices_indices_map(shape).values()
     return list(dict.fromkeys(_part(index, shape) for index in indices))
-
-
-def _placed(
-    shape: tuple[int, ...], args: "ocp.RestoreArgs", here: Mapping[Part, np.ndarray]
-) -> Any:
-    sharding = getattr(args, "sharding", None)
-    if sharding is None:
-        return next(iter(here.values()))
-    return jax.make_array_from_callback(shape, sharding, lambda index: here[_part(index, shape)])
