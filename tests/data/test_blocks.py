@@ -102,13 +102,20 @@ def test_what_is_kept_is_bounded(s3, texts, tmp_path, monkeypatch):
 def test_a_block_that_is_not_what_was_written_is_asked_for_again_or_an_error(
     s3, texts, tmp_path, monkeypatch
 ):
-    data.write_store(data.text_folder(texts), BYTES, STORE)
+    split = data.text_folder(texts)
+    data.write_store(split, BYTES, STORE)
     tokens = data.open_store(STORE).corpus().tokens
     sound = tokens[:50].copy()
     for path in kept(tmp_path):
         if path.name.endswith("-0"):
             path.write_bytes(b"x" * 100)  # the disk has lost it
     np.testing.assert_array_equal(data.open_store(STORE).corpus().tokens[:50], sound)
+    whole = tokens[:400].copy()
+    for path in kept(tmp_path):
+        if not path.name.endswith(".tokens-3"):  # what is asked for stands on both sides of it
+            path.unlink()
+    np.testing.assert_array_equal(data.open_store(STORE).corpus().tokens[:400], whole)
+    np.testing.assert_array_equal(whole, data.tokenize(split.train, BYTES).tokens[:400])
     for path in kept(tmp_path):
         path.unlink()
     real, torn = s3.cat_file, []

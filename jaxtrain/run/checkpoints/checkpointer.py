@@ -27,7 +27,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import is_remote, listed, look, make_folder
+from jaxtrain.host.paths import file_system, is_remote, listed, look, make_folder
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints import objects
@@ -407,6 +407,9 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
 
 
 def _sizes(folder: epath.Path) -> list[int]:
+    if is_remote(folder):  # where a listing is one request, and a look at each file two
+        system, name = file_system(folder)
+        return [each["size"] or 0 for each in system.find(name, detail=True).values()]
     return [entry.size for entry in map(look, files_below(folder)) if entry is not None]
 
 

@@ -58,6 +58,13 @@ def assert_same(found, state):
 
 def test_another_mesh_reads_what_one_has_written_in_parts(s3, monkeypatch):
     monkeypatch.setattr(objects, "CHUNK_BYTES", 32)  # of 4 shards of 64 bytes, two chunks each
+    real, written = S3.pipe_file, []
+
+    def pipe_file(self, path, value, **options):
+        written.append(path)
+        return real(self, path, value, **options)
+
+    monkeypatch.setattr(S3, "pipe_file", pipe_file)
     state = a_state(jt.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4]))
     with Checkpointer(FOLDER, keep=2) as checkpoints:
         for step in (1, 2, 3):
@@ -68,6 +75,7 @@ def test_another_mesh_reads_what_one_has_written_in_parts(s3, monkeypatch):
             len(f.getvalue()) for p, f in s3.store.items() if "/3/" in p
         )
     assert sum("/3/state/both/" in path for path in s3.store) == 8 + 1
+    assert len(written) == len(set(written))  # of shards on several devices one is
     for axes in ({"data": 4, "fsdp": 1}, {"data": 1, "fsdp": 1}, {"data": 2, "fsdp": 4}):
         count = axes["data"] * axes["fsdp"]
         other = a_state(jt.make_mesh(**axes, devices=jax.devices()[:count]), values=0.0)
