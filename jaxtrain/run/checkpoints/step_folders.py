@@ -15,10 +15,10 @@ from jaxtrain.host import storage
 from jaxtrain.host.distributed import from_first_process
 from jaxtrain.host.paths import exists, is_folder, is_remote, listed, look, wait_until_seen
 from jaxtrain.run.checkpoints import manifest as manifests
+from jaxtrain.run.checkpoints.leaves import ocp
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
 
 _JSON_FILE = "metadata"  # the name Orbax's JSON handler gives its file
-COMMITTED = "commit_success.txt"  # which Orbax writes last
 _PARTS = ("state", f"manifest/{_JSON_FILE}", "config")
 
 
@@ -100,8 +100,9 @@ class StepFolders:
     def is_there(self, step: int) -> bool:
         """Whether a step has been written to its end; asks no other process."""
         path = self.directory / str(step)
-        # In a bucket a folder appears before it is whole.
-        return exists(path / COMMITTED if is_remote(path) else path)
+        # In a bucket a folder appears before it is whole, and this file when it is.
+        last = ocp.path.atomicity.COMMIT_SUCCESS_FILE
+        return exists(path / last if is_remote(path) else path)
 
     def remains(self, *, seconds: float | None = None) -> list[int]:
         """Returns the steps that lack a part, as one does whose deletion was interrupted."""
