@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 CODE = """
 import importlib, pkgutil, sys
 
-OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs"}
+OPTIONAL = {"libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin", "jax_plugins", "gcsfs", "s3fs"}
 OPTIONAL |= {"kubernetes", "mpi4py", "tokenizers", "pyarrow", "sklearn", "matplotlib"}
 OPTIONAL |= {"dp_accounting", "optuna", "cmaes", "Crypto", "flwr"}
 OPTIONAL |= {"gguf", "torch", "huggingface_hub", "wandb", "mlflow", "trackio", "pynvml"}
@@ -123,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 77594
+CEILING = 78409
 
 
 def test_the_house_does_not_grow_unseen():

@@ -8,6 +8,7 @@ import tyro
 from experiments.bench import (
     against_torch,
     attention,
+    bucket,
     context,
     default_run,
     experts,
@@ -26,6 +27,7 @@ ROWS = {
     "step": step.step,
     "dispatch": step.dispatch,
     "loader": default_run.loader,
+    "bucket": bucket.main,
     "imports": default_run.imports,
     "start": default_run.start,
     "checkpoint": default_run.checkpoint,

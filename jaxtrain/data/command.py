@@ -3,8 +3,8 @@ one."""
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import tyro
@@ -15,11 +15,11 @@ from jaxtrain.data.loader import spread
 from jaxtrain.data.mixtures import open_documents, open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT
-from jaxtrain.data.store import TOKENIZER, Store, check_local, open_store, source_of
+from jaxtrain.data.store import TOKENIZER, Store, open_store, source_of
 from jaxtrain.data.writing import append_store, cpus, write_store
 from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.host.paths import exists
+from jaxtrain.host.paths import as_path, exists, is_remote
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24
@@ -38,7 +38,7 @@ class TokenizeOptions:
     """Text: "python" (the standard library's source), or a folder or file of text, JSONL (.gz,
     .zst), Parquet, or a saved Hugging Face dataset; local, or in a bucket."""
     out: str
-    """The store's folder, on a disk."""
+    """The store's folder, on a disk or in a bucket."""
     tokenizer: str = "bytes"
     """"bytes", a tokenizer.json, or the folder of one; a number trains a BPE tokenizer of that many
     tokens first, and unigram:N or wordpiece:N one of those."""
@@ -56,18 +56,30 @@ class TokenizeOptions:
     --grow-every read it from their next watermark on."""
     workers: int | None = None
     """Processes; left out, one per processor."""
+    part: str = "1/1"
+    """Share of a store in a bucket that this host makes: 2/4 is the second of four, whose commands
+    differ in nothing else; the last one to end completes the store."""
 
 
 def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     """Makes the store, and prints what it holds."""
     del rest
     check_least(options, workers=1)
-    check_local(options.out)  # before a tokenizer is trained
+    share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.part)
+    if share is None or (index := int(share[1])) > (count := int(share[2])):
+        raise ValueError(f"--part is '{options.part}': give I/N, such as 2/4")
+    if count > 1 and not is_remote(options.out):
+        raise ValueError(
+            f"--part is '{options.part}', and --out '{options.out}' is on a disk: give a bucket, "
+            "where several hosts may make one store"
+        )
     name = options.chat_template
     chat = None if name is None else load_template(name)
     if options.append:
+        if count > 1:
+            raise ValueError("--part is for a store that is made anew: leave out --append")
         return _append(options, chat)
-    kept = Path(options.out) / TOKENIZER
+    kept = as_path(options.out) / TOKENIZER
     make = functools.partial(open_tokenizer, options.tokenizer, kept=kept if exists(kept) else None)
     text = {"field": options.field, "held_out": options.held_out}
     split, tokenizer, chat = open_documents(options.data, make, chat=chat, **text)
@@ -78,8 +90,12 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
         options.out,
         source=source | {"tokenizer": options.tokenizer},
         workers=options.workers or cpus(),
+        share=(index, count),
     )
-    print("\n".join(_counts(store)))
+    if store is None:
+        print(f"{options.out}: part {options.part} is there, and others are missing")
+    else:
+        print("\n".join(_counts(store)))
     return 0
 
 

@@ -17,6 +17,7 @@ import grain
 import jax
 import numpy as np
 
+from jaxtrain.data import blocks
 from jaxtrain.host import storage
 
 Batch = dict[str, Any]
@@ -25,6 +26,8 @@ Shardings = jax.sharding.Sharding | Mapping[str, jax.sharding.Sharding]
 ORDER_VERSION = 1
 # The rounds of the cipher that grain.MapDataset.shuffle permutes with.
 _SHUFFLE_ROUNDS = 4
+# Rows that are read at a time from a bucket.
+_FAR_ROWS = 16
 
 
 class RowSource(Protocol):
@@ -175,7 +178,7 @@ class Batches:
         if span:
             one, together = (lambda index: part_of(self.source, index, *span)), None
         read = storage.retrying(
-            lambda: together(wanted) if together else [one(index) for index in wanted],
+            lambda: together(wanted) if together else _all_of(one, wanted),
             f"the rows of batch {step}",
         )
         return {
@@ -184,6 +187,17 @@ class Batches:
             else np.zeros((0, *array.shape[1:]), array.dtype)
             for name, array in self.shapes.items()
         }
+
+
+def _all_of(one: Callable[[int], Any], wanted: Sequence[int]) -> list[Any]:
+    """The rows of a batch: one after the other, and at the same time once one is not on a disk."""
+    before, found = blocks.asked(), []
+    while len(found) < len(wanted) and blocks.asked() == before:
+        found.append(one(wanted[len(found)]))
+    if rest := wanted[len(found) :]:
+        with ThreadPoolExecutor(_FAR_ROWS, "jaxtrain-rows") as pool:
+            found += pool.map(one, rest)
+    return found
 
 
 def shuffled(position: int, length: int, seed: int) -> int:

@@ -20,19 +20,10 @@ from jaxtrain.data import sources
 from jaxtrain.data.chat import ChatTemplate, forms_of, load_template
 from jaxtrain.data.loader import RowSource, part_of, shuffled
 from jaxtrain.data.packing import Corpus, FittedTokens, PackedTokens, PairedTokens, pack
-from jaxtrain.data.store import (
-    MANIFEST,
-    Store,
-    check_local,
-    count_parts,
-    is_store,
-    open_store,
-    source_of,
-)
+from jaxtrain.data.store import Store, count_parts, is_store, open_store, source_of
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer, trained_kind
 from jaxtrain.data.writing import cached_store
 from jaxtrain.host import distributed
-from jaxtrain.host.paths import as_path, exists, is_remote
 
 # Merges are learned from the first texts of so many bytes: more would hardly change them.
 TRAIN_BYTES = 10_000_000_000
@@ -308,8 +299,6 @@ def open_data(
             visible = distributed.from_first_process(count) if parts is None else parts
             found[name] = open_store(path, parts=visible)
         else:
-            if is_remote(path) and exists(as_path(path) / MANIFEST):
-                check_local(path)
             template = load_template(chat) if chat and conversations_in(path, field) else None
             make = functools.partial(open_tokenizer, tokenizer, kept=kept)
             if encoder is not None:

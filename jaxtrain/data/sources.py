@@ -87,7 +87,7 @@ class Files:
     chat: ChatTemplate | None = None
 
     def __iter__(self) -> Iterator[Document]:
-        root = epath.Path(self.root)
+        root = as_path(self.root)
         for name in self.names:
             read = functools.partial(self._read, root, name)
             for document in storage.iterating(read, f"'{root / name}'"):
@@ -118,7 +118,7 @@ class Files:
         for name in self.names:
             spans = []
             if (own := _size_and_time(f"{self.root}/{name}")[0]) > num_bytes and self.field:
-                path = epath.Path(self.root) / name
+                path = as_path(self.root) / name
                 spans = storage.retrying(functools.partial(_spans, path, num_bytes), f"'{path}'")
             if small and (spans or size + own > num_bytes):
                 parts.append(dataclasses.replace(self, names=tuple(small)))

@@ -28,18 +28,20 @@ import json
 import mmap
 import os
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
+from jaxtrain.data import blocks
 from jaxtrain.data.chat import ChatTemplate, Conversation
 from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import HELD_OUT, Document, hash_fraction, open_text
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.host import storage
-from jaxtrain.host.paths import is_remote, listed
+from jaxtrain.host.paths import as_path, is_remote, listed, look, read_if_there, sizes
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -63,9 +65,14 @@ class Store:
     of the ``parts`` that are visible: their folders within it, in order.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], parts: Sequence["Store"] = ()):
+    def __init__(
+        self, path: Path | epath.Path, manifest: dict[str, Any], parts: Sequence["Store"] = ()
+    ):
         self.path, self.manifest, self.parts = path, _joined(manifest, parts), tuple(parts)
-        self._own = manifest
+        self._own, self._cache = manifest, None
+        if is_remote(path):
+            told = f"{path} {json.dumps(manifest, sort_keys=True)}"
+            self._cache = blocks.BlockCache(path, hashlib.sha256(told.encode()).hexdigest()[:16])
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -92,7 +99,7 @@ class Store:
         paths = [self.path / file for file in files]
         dtype, below = np.dtype(self.manifest["dtype"]), self.manifest["tokenizer"]["vocab_size"]
         corpus = Corpus(
-            MappedTokens(paths, counts, dtype, owner=self, below=below),
+            MappedTokens(paths, counts, dtype, owner=self, below=below, read=self._read_of(name)),
             self._starts(name, sum(counts)),
             about["bytes"],
             about["text"],
@@ -101,7 +108,8 @@ class Store:
         if "counted" not in about:
             return corpus
         paths = [path.with_suffix(COUNTS) for path in paths]
-        marked = MappedTokens(paths, counts, np.dtype(np.uint8), below=2)
+        read = self._read_of(name)
+        marked = MappedTokens(paths, counts, np.dtype(np.uint8), below=2, read=read)
         return dataclasses.replace(corpus, counts=marked)
 
     def held_out(self, num_bytes: int) -> Corpus:
@@ -184,6 +192,7 @@ class Store:
         sums, names = self._own.get(SUMS, {}), ["held_out.sizes.npy", "held_out.ranks.npy"]
         for name, about in self._own["sets"].items():
             names += [*shard_files(about, 1), f"{name}.starts.npy"]
+            names += [f"{name}.crcs.npy"] if f"{name}.crcs.npy" in sums else []
         if missing := [name for name in names if name not in sums]:
             raise ValueError(
                 f"'{self.path}' has no checksum of '{missing[0]}': an earlier version wrote it; "
@@ -195,8 +204,28 @@ class Store:
         if differ:
             which = f"{', '.join(differ)} ({len(differ)} of {len(names)} files)"
             raise ValueError(f"'{self.path}' is damaged: {which}; copy it or make it again")
-        own = sum(os.path.getsize(self.path / name) for name in names)
+        own = sum(look(self.path / name).size for name in names)
         return own + sum(part.verify() for part in self.parts)
+
+    def _on_disk(self, name: str) -> Path:
+        """A file of the store, as it lies on a disk of this host."""
+        if self._cache is None:
+            return self.path / name
+        return self._cache.whole(name, self.manifest[SUMS][name])
+
+    def _read_of(self, name: str) -> Callable[[str, int, int], bytes] | None:
+        """What reads bytes of the shards of a set; None where they can be mapped."""
+        if self._cache is None:
+            return None
+        about, sums, at = self.manifest["sets"][name], {}, 0
+        with naming_damage(self.path / f"{name}.crcs.npy"):
+            kept = np.load(self._on_disk(f"{name}.crcs.npy"))
+        size = np.dtype(self.manifest["dtype"]).itemsize
+        for file, length in shard_files(about, size).items():
+            count = -(-length // blocks.BLOCK_BYTES)
+            sums[file], at = kept[at : at + count], at + count
+        cache = self._cache
+        return lambda file, start, stop: cache.read(file, start, stop, sums[file])
 
     def _starts(self, name: str, tokens: int) -> np.ndarray:
         """Returns the starts of documents; checks the first and last, and `verify` all."""
@@ -224,7 +253,7 @@ class Store:
         path = self.path / f"{name}.{what}.npy"
         with naming_damage(path):
             # Not np.load, which leaves a damaged file open.
-            load = functools.partial(np.lib.format.open_memmap, path, "r")
+            load = functools.partial(np.lib.format.open_memmap, self._on_disk(path.name), "r")
             array = storage.retrying(load, f"'{path}'")
             if array.shape != (count := self.manifest["sets"][name]["documents"],):
                 raise ValueError(f"its shape is {array.shape}, of {count} documents")
@@ -243,6 +272,7 @@ class MappedTokens:
       counts: the tokens in each.
       owner: is kept as long as this, such as a store whose files go with it.
       below: what every token must be less than; a slice of others is a ValueError.
+      read: reads bytes of a file by its name, where it cannot be mapped.
     """
 
     def __init__(
@@ -253,8 +283,9 @@ class MappedTokens:
         *,
         owner: Any = None,
         below: int | None = None,
+        read: Callable[[str, int, int], bytes] | None = None,
     ):
-        self.dtype, self.owner = dtype, owner
+        self.dtype, self.owner, self._bytes = dtype, owner, read
         self._most = np.iinfo(dtype).max if below is None else below - 1
         self._paths = paths
         self._offsets = np.cumsum([0, *counts], dtype=np.int64)
@@ -280,12 +311,16 @@ class MappedTokens:
         return tokens
 
     def _read(self, shard: int, start: int, stop: int) -> np.ndarray:
-        mapped, tokens = _mapped(self._paths[shard], self.dtype)
         size = self.dtype.itemsize
-        first = start * size // mmap.PAGESIZE * mmap.PAGESIZE
-        if stop * size - first > mmap.PAGESIZE and hasattr(mapped, "madvise"):
-            mapped.madvise(mmap.MADV_WILLNEED, first, stop * size - first)
-        found = tokens[start:stop]
+        if self._bytes is not None:
+            data = self._bytes(self._paths[shard].name, start * size, stop * size)
+            found = np.frombuffer(data, self.dtype)
+        else:
+            mapped, tokens = _mapped(self._paths[shard], self.dtype)
+            first = start * size // mmap.PAGESIZE * mmap.PAGESIZE
+            if stop * size - first > mmap.PAGESIZE and hasattr(mapped, "madvise"):
+                mapped.madvise(mmap.MADV_WILLNEED, first, stop * size - first)
+            found = tokens[start:stop]
         if self._most < np.iinfo(self.dtype).max and (most := found.max(initial=0)) > self._most:
             raise ValueError(
                 f"'{self._paths[shard]}' is damaged ({most} is among tokens {start} to {stop}, and "
@@ -316,7 +351,11 @@ def source_of(
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether a folder on this machine is a token store, complete or not."""
+    """Whether a folder is a token store, complete or not."""
+    if is_remote(path):
+        manifest = as_path(path) / MANIFEST
+        read = functools.partial(read_if_there, manifest)
+        return FORMAT.encode()[:-1] in storage.retrying(read, f"'{manifest}'")
     try:
         return FORMAT.encode()[:-1] in (Path(path) / MANIFEST).read_bytes()
     except OSError:
@@ -331,37 +370,45 @@ def open_store(path: str | os.PathLike[str], *, parts: int | None = None) -> Sto
       parts: how many of the parts that were appended to it are visible; None for all.
 
     Raises:
-      ValueError: if it is none, is in a bucket, is not complete, or its files are cut short or
-        missing, or it has fewer parts.
+      ValueError: if it is none, is not complete, or its files are cut short or missing, or it has
+        fewer parts, or is in a bucket and has any.
     """
-    check_local(path)
-    folder, store = Path(path), _open_one(Path(path))
-    there = count_parts(folder)
+    store, there = _open_one(_folder(path)), count_parts(path)
+    if there and is_remote(path):
+        raise ValueError(
+            f"the token store '{path}' is in a bucket and has {there} parts that were appended to "
+            "it: read it from a disk, or make one store of all the text"
+        )
     if parts is not None and parts > there:
         raise ValueError(
-            f"the token store '{folder}' has {there} parts and {parts} are asked for: parts that a "
+            f"the token store '{path}' has {there} parts and {parts} are asked for: parts that a "
             "run has read must stay; copy them back"
         )
     numbers = range(1, 1 + (there if parts is None else parts))
-    return Store(folder, store.manifest, [_open_one(part_path(folder, n)) for n in numbers])
+    opened = [_open_one(part_path(path, number)) for number in numbers]
+    return Store(store.path, store.manifest, opened)
 
 
 def count_parts(path: str | os.PathLike[str]) -> int:
     """Returns the number of parts that were appended to a store; raises ValueError where one
     between them is missing."""
-    names = {each.name for each in listed(Path(path) / PARTS) if each.name.isdigit()}
+    names = {each.name for each in listed(_folder(path) / PARTS) if each.name.isdigit()}
     for number in range(1, len(names) + 1):
         if (wanted := part_path(path, number)).name not in names:
             raise ValueError(f"'{wanted}' is missing, and parts after it are there: copy it back")
     return len(names)
 
 
-def part_path(path: str | os.PathLike[str], number: int) -> Path:
+def part_path(path: str | os.PathLike[str], number: int) -> Path | epath.Path:
     """Returns the folder of a part of a store, which are numbered from 1."""
-    return Path(path) / PARTS / f"{number:06d}"
+    return _folder(path) / PARTS / f"{number:06d}"
 
 
-def _open_one(folder: Path) -> Store:
+def _folder(path: str | os.PathLike[str]) -> Path | epath.Path:
+    return as_path(path) if is_remote(path) else Path(path)
+
+
+def _open_one(folder: Path | epath.Path) -> Store:
     manifest = read_manifest(folder)
     if manifest is None:
         raise ValueError(f"'{folder}' is no token store: it has no {MANIFEST}")
@@ -370,9 +417,13 @@ def _open_one(folder: Path) -> Store:
             f"the token store '{folder}' is not complete: run the same jaxtrain tokenize again, it "
             "goes on where it was interrupted"
         )
+    if is_remote(folder) and "train.crcs.npy" not in manifest.get(SUMS, {}):
+        raise ValueError(
+            f"the token store '{folder}' has no checksums of its blocks, for an earlier version "
+            "wrote it: copy it to a disk, or make it again"
+        )
     size = np.dtype(manifest["dtype"]).itemsize
-    with os.scandir(folder) as entries:
-        found = {entry.name: entry.stat().st_size for entry in entries}
+    found = storage.retrying(lambda: sizes(folder), f"the listing of '{folder}'")
     for about in manifest["sets"].values():
         for name, wanted in shard_files(about, size).items():
             if found.get(name) != wanted:
@@ -408,15 +459,6 @@ def shard_files(about: dict[str, Any], size: int) -> dict[str, int]:
     if "counted" in about:
         files |= {str(Path(name).with_suffix(COUNTS)): count for name, count in about["shards"]}
     return files
-
-
-def check_local(path: str | os.PathLike[str]) -> None:
-    """Refuses a store in a bucket. Raises ValueError where it is in one."""
-    if is_remote(path):
-        raise ValueError(
-            f"the token store '{path}' is in a bucket, and tokens are mapped into memory from a "
-            "disk: give a local folder"
-        )
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -456,7 +498,7 @@ def _check(found: dict[str, Any], kinds: dict[str, Any]) -> None:
 
 
 def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

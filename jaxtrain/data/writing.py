@@ -15,14 +15,16 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 import numpy as np
+from etils import epath
 
+from jaxtrain.data.blocks import crcs
 from jaxtrain.data.chat import encode_marked
 from jaxtrain.data.loader import ORDER_VERSION
 from jaxtrain.data.packing import Corpus
@@ -36,7 +38,6 @@ from jaxtrain.data.store import (
     TOKENIZER,
     Noted,
     Store,
-    check_local,
     is_store,
     naming_damage,
     open_store,
@@ -46,7 +47,19 @@ from jaxtrain.data.store import (
 )
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.workers import start_worker
-from jaxtrain.host.paths import cache_folder, delete_oldest, exists, listed, make_folder
+from jaxtrain.host import storage
+from jaxtrain.host.paths import (
+    as_path,
+    cache_folder,
+    delete_oldest,
+    exists,
+    file_system,
+    is_remote,
+    listed,
+    make_folder,
+    read_object,
+    sizes,
+)
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26
@@ -65,7 +78,8 @@ def write_store(
     *,
     source: dict[str, Any] | None = None,
     workers: int = 1,
-) -> Store:
+    share: tuple[int, int] = (1, 1),
+) -> Store | None:
     """Tokenizes documents into a store, or goes on where an earlier call was interrupted.
 
     How far it is stands on standard error every few seconds.
@@ -79,17 +93,23 @@ def write_store(
       split: the documents of both sets. Only those of `text_folder` and `python_stdlib` are cut
         into parts and read by other processes.
       tokenizer: what encodes them.
-      path: the folder, on a disk.
+      path: the folder, on a disk or in a bucket; what goes to a bucket lies on a disk part by part.
       source: what the manifest says of where the text comes from.
       workers: processes to use, where there is more text than one shard takes.
+      share: (i, n): of the parts of a store in a bucket, this call makes the i-th of n shares, as
+        each of n hosts does; the last one to end completes the store.
+
+    Returns:
+      The store; None where other shares of it are missing.
 
     Raises:
-      ValueError: if there is no text to train on, the path is in a bucket, holds other files or a
-        store of another source or tokenizer, or the source is bad or changes meanwhile.
+      ValueError: if there is no text to train on, the path holds other files or a store of another
+        source or tokenizer, or the source is bad or changes meanwhile.
       OSError: if the disk is full, or a worker was killed; what is done is kept.
     """
-    check_local(path)
-    folder = Path(path)
+    target = as_path(path) if is_remote(path) else None
+    # What is made for a bucket lies here until it is there.
+    building = (cache_folder() or Path(tempfile.gettempdir())) / "building"
     sides = {name: getattr(side, "files", None) or side for name, side in split._asdict().items()}
     stamps = {name: _stamp(side) for name, side in sides.items()}
     about = {
@@ -103,21 +123,31 @@ def write_store(
         "dtype": _dtype(tokenizer).name,
         "source": dict(source or {}) | {"stamps": stamps},
     }
-    if not _is_made(folder, about):
+    folder = Path(path) if target is None else building / _hash(target, json.dumps(about), share)
+    if not _is_made(target or folder, about):
         with _one_at_a_time(folder) as alone:
-            if not _is_made(folder, about):
+            if not _is_made(target or folder, about):
                 folder.mkdir(exist_ok=True)
                 for partial in listed(folder, "*.partial") if alone else ():  # of those that died
                     partial.unlink(missing_ok=True)
                 try:
-                    _make(folder, sides, tokenizer, about, workers)
+                    is_whole = _make(folder, sides, tokenizer, about, workers, target, share)
                 except BaseException:
                     if not listed(folder, "*.npz"):  # nothing is done that could be kept
                         shutil.rmtree(folder, ignore_errors=True)
                     raise
-                if alone:
+                if target is not None:
+                    shutil.rmtree(folder)
+                    if not is_whole:
+                        return None
+                elif alone:
                     _tidy(folder)
-    return open_store(folder)
+    return open_store(target or folder)
+
+
+def _upload(path: Path, target: epath.Path) -> None:
+    system, inner = file_system(target / path.name)
+    storage.retrying(lambda: system.put_file(str(path), inner), f"'{target / path.name}'")
 
 
 def append_store(
@@ -144,10 +174,15 @@ def append_store(
       The store with all its parts.
 
     Raises:
-      ValueError: there is no complete store, the text is of another kind than the text of the store
-        (conversations, preferences), and what :func:`write_store` raises.
+      ValueError: there is no complete store, it is in a bucket, the text is of another kind than
+        that of the store (conversations, preferences), and what :func:`write_store` raises.
       OSError: as for :func:`write_store`.
     """
+    if is_remote(path):
+        raise ValueError(
+            f"the token store '{path}' is in a bucket, where a part cannot be added in one piece: "
+            "append to a store on a disk"
+        )
     store = open_store(path)
     folder = store.path / PARTS
     stamps = {
@@ -266,13 +301,19 @@ def _make(
     tokenizer: Tokenizer,
     about: dict[str, Any],
     workers: int,
-) -> None:
-    """Writes what is missing of a store, its manifest last; before, the manifest has no sets."""
+    target: epath.Path | None,
+    share: tuple[int, int],
+) -> bool:
+    """Writes what is missing of a store, its manifest last; before, the manifest has no sets.
+    Returns whether all shares are there."""
     with _whole(folder / MANIFEST) as sink:
         sink.write(json.dumps(about).encode())
     if isinstance(tokenizer, SubwordTokenizer):
         with _whole(folder / TOKENIZER) as sink:
             sink.write(tokenizer.to_json().encode())
+    if target is not None and not exists(target / MANIFEST):
+        for each in listed(folder, "*.json"):
+            _upload(each, target)
     parts = []
     for name, side in sides.items():
         for cut in side.cut(SHARD_BYTES) if isinstance(side, Files) else [side]:
@@ -280,24 +321,77 @@ def _make(
             key = f"{name}-{_hash(tokenizer.fingerprint, tokenizer.eod, stamp)[:16]}"
             size = cut.num_bytes() if isinstance(cut, Files) else 0
             parts.append(_Part(name, key, cut, stamp, size))
-    _write_parts(folder, parts, tokenizer, workers)
+    if target is None:
+        _write_parts(folder, parts, tokenizer, workers)
+    elif not _share_parts(folder, parts, tokenizer, workers, target, share):
+        return False
     noted = {part.name: _load_npz(folder / f"{part.name}.npz") for part in parts}
     if len(kinds := {bool(note["pairs"]) for note in noted.values() if "pairs" in note}) > 1:
         raise ValueError(_MIXED)
     sums: dict[str, str] = {}
     sets = {name: _join(folder, name, parts, noted, sums) for name in sides}
     about |= {"sets": sets, SUMS: sums} | ({"pairs": True} if True in kinds else {})
+    for each in listed(folder, "*.npy") if target is not None else ():
+        _upload(each, target)
     with _whole(folder / MANIFEST) as sink:
         sink.write(json.dumps(about, indent=1).encode())
+    if target is not None:
+        _upload(folder / MANIFEST, target)
+        for part in parts if share == (1, 1) else ():  # another host may read its notes yet
+            (target / f"{part.name}.npz").unlink(missing_ok=True)
+    return True
 
 
-def _write_parts(folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers: int) -> None:
-    """Writes the parts that are missing, by other processes where there is much to do."""
+def _share_parts(
+    folder: Path,
+    parts: list[_Part],
+    tokenizer: Tokenizer,
+    workers: int,
+    target: epath.Path,
+    share: tuple[int, int],
+) -> bool:
+    """Writes a share of the parts to a bucket, the notes on each last; fetches the notes on others.
+    Returns whether all parts are there."""
+
+    def fetch() -> list[_Part]:
+        there = storage.retrying(lambda: sizes(target), f"the listing of '{target}'")
+        for part in parts:
+            name = f"{part.name}.npz"
+            if name in there and not exists(folder / name):
+                with _whole(folder / name) as sink:
+                    sink.write(read_object(target / name))
+        return [part for part in parts if f"{part.name}.npz" not in there]
+
+    def upload(part: _Part) -> None:
+        for ending in (".tokens", COUNTS, ".npz"):
+            if exists(path := folder / f"{part.name}{ending}"):
+                _upload(path, target)
+                if ending != ".npz":
+                    path.unlink()
+
+    index, count = share
+    missing = fetch()
+    for part in [part for part in missing if exists(folder / f"{part.name}.npz")]:
+        upload(part)  # written by a call that was interrupted then
+    _write_parts(folder, parts[index - 1 :: count], tokenizer, workers, upload)
+    return not fetch()
+
+
+def _write_parts(
+    folder: Path,
+    parts: list[_Part],
+    tokenizer: Tokenizer,
+    workers: int,
+    after: Callable[[_Part], None] = lambda part: None,
+) -> None:
+    """Writes the parts that are missing, by other processes where there is much to do, and calls
+    ``after`` for each that has been written."""
     missing = [part for part in parts if not exists(folder / f"{part.name}.npz")]
     progress = _Progress(parts, missing)
     if workers < 2 or progress.left <= SHARD_BYTES:
         for part in missing:
             _write_part(folder, part, tokenizer)
+            after(part)
             progress.count(part)
         return
     # Not by fork: this process has threads, of JAX and of others.
@@ -307,6 +401,7 @@ def _write_parts(folder: Path, parts: list[_Part], tokenizer: Tokenizer, workers
         try:
             for future in as_completed(futures):
                 future.result()
+                after(futures[future])
                 progress.count(futures[future])
         except BrokenProcessPool:
             raise ChildProcessError(
@@ -352,11 +447,13 @@ def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
             )
     noted = {"ranks": texts.ranks} if part.set == _RANKED else {}
     sums = [sink.sum.hexdigest()]
+    noted |= {"crcs.tokens": np.array(crcs(folder / f"{part.name}.tokens"), np.uint32)}
     noted |= {"sizes": np.array(texts.sizes, np.int64), "lengths": np.array(lengths, np.int64)}
     if counts is not None:
         with _whole(folder / f"{part.name}{COUNTS}") as sink:
             sink.write(counts)
         sums.append(hashlib.sha256(counts).hexdigest())
+        noted |= {"crcs.counts": np.array(crcs(folder / f"{part.name}{COUNTS}"), np.uint32)}
         noted |= {"counted": counts.sum(), "pairs": pairs}
     with _whole(folder / f"{part.name}.npz") as sink:
         np.savez(sink, text=texts.fingerprint(), sums=sums, **noted)
@@ -434,6 +531,11 @@ def _join(
     if name == _RANKED:
         arrays |= {"sizes": sizes, "ranks": np.concatenate([note["ranks"] for note in noted])}
     counted = [note["counted"] for note in noted if "counted" in note]
+    written = [note for note in noted if len(note["lengths"])]
+    if all("crcs.tokens" in note for note in written):  # which an earlier version did not take
+        kinds = ("crcs.tokens", "crcs.counts")
+        each = [note[kind] for kind in kinds for note in written if kind in note]
+        arrays["crcs"] = np.concatenate([np.zeros(0, np.uint32), *each])
     for what, array in arrays.items():
         with _whole(folder / f"{name}.{what}.npy") as sink:
             np.save(summed := _Summed(sink), array)

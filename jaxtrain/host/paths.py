@@ -23,7 +23,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxtrain.host import distributed, storage
+from jaxtrain.host import distributed, remote, storage
 
 # For so long a listing over the network may not know of a new file.
 SHARED_SECONDS = 60.0
@@ -32,8 +32,8 @@ P = TypeVar("P", epath.Path, pathlib.Path)
 
 
 def as_path(path: epath.PathLike) -> epath.Path:
-    """Returns a path on a disk or in a bucket (``gs://...``). Raises ValueError where it is in no
-    storage that is known here, such as ``http://...``.
+    """Returns a path on a disk or in a bucket: ``gs://...``, and what else fsspec knows. Raises
+    ValueError where it is in no storage that is known here, such as ``http://...``.
 
     >>> str(as_path("runs") / "a")
     'runs/a'
@@ -43,19 +43,50 @@ def as_path(path: epath.PathLike) -> epath.Path:
             import fsspec
 
             # A listing is kept for the life of the process, and hides what other processes write.
-            kept = fsspec.config.conf.setdefault(str(path).partition("://")[0], {})
+            kept = fsspec.config.conf.setdefault(scheme_of(path), {})
             kept.setdefault("use_listings_cache", False)
     try:
         return epath.Path(path)
     except KeyError as error:
+        if remote.register(scheme_of(path)):
+            return epath.Path(path)
         raise ValueError(
-            f"'{path}' is in no storage known here ({error.args[0]}): give a folder or gs://..."
+            f"'{path}' is in no storage known here ({error.args[0]}): give a folder, gs://... or "
+            "s3://..."
         ) from None
 
 
 def is_remote(path: epath.PathLike) -> bool:
     """Whether a path is in a bucket, where every object is whole and none can be appended to."""
     return "://" in str(path)
+
+
+def scheme_of(path: epath.PathLike) -> str:
+    """Returns what stands before ``://`` in a path, nothing for one on a disk."""
+    scheme, found, _ = str(path).partition("://")
+    return scheme if found else ""
+
+
+def file_system(path: epath.PathLike) -> tuple[Any, str]:
+    """Returns fsspec's file system of a path in a bucket, and what the path is called there."""
+    import fsspec
+
+    as_path(path)
+    # The name by which etils asks for it.
+    return fsspec.core.url_to_fs(re.sub("^gs://", "gcs://", str(path)))
+
+
+def read_object(path: epath.PathLike, start: int | None = None, stop: int | None = None) -> bytes:
+    """Returns what an object in a bucket holds, or its bytes from ``start`` to ``stop``, by one
+    request; it is tried again where storage fails. Raises FileNotFoundError and StorageError."""
+    system, name = file_system(path)
+    return storage.retrying(lambda: system.cat_file(name, start=start, end=stop), f"'{path}'")
+
+
+def write_object(path: epath.PathLike, data: bytes, *, seconds: float | None = None) -> None:
+    """Writes an object of a bucket whole, as :func:`read_object` reads; tried for so long."""
+    system, name = file_system(path)
+    storage.retrying(lambda: system.pipe_file(name, data), f"'{path}'", seconds=seconds)
 
 
 class Entry(NamedTuple):
@@ -109,6 +140,19 @@ def listed(folder: P, pattern: str = "*") -> list[P]:
         return [path for path in folder.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
     except FileNotFoundError:
         return []
+
+
+def sizes(folder: epath.Path | pathlib.Path) -> dict[str, int]:
+    """Returns the bytes of each file in a folder by its name, none without one."""
+    if not is_remote(folder):
+        with os.scandir(folder) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries}
+    system, path = file_system(folder)
+    try:
+        found = system.ls(path, detail=True)
+        return {each["name"].rpartition("/")[2]: each["size"] or 0 for each in found}
+    except FileNotFoundError:
+        return {}
 
 
 def read_if_there(path: epath.Path | pathlib.Path) -> bytes:
@@ -196,14 +240,19 @@ def delete_oldest(
 
 
 def check_for_checkpoints(path: epath.PathLike) -> None:
-    """Raises ValueError for a folder in which no checkpoint can ever be written: in another bucket
-    than ``gs://``, or with a name that is not UTF-8."""
-    scheme, remote, _ = str(path).partition("://")
-    if remote and scheme != "gs":
-        raise ValueError(
-            f"the folder '{path}' is in {scheme}://, where no checkpoint can be written: give "
-            "gs://... or a mounted folder"
-        )
+    """Raises ValueError for a folder in which no checkpoint can ever be written: in a storage that
+    no installed package writes to, or with a name that is not UTF-8."""
+    as_path(path)
+    if (scheme := scheme_of(path)) not in ("", "gs"):
+        import fsspec
+
+        try:
+            fsspec.get_filesystem_class(scheme)
+        except ImportError as error:
+            raise ValueError(
+                f"the folder '{path}' is in {scheme}://, and the package that writes there is "
+                f"missing ({error}): for s3://, pip install -e '.[s3]'"
+            ) from None
     try:
         str(path).encode()
     except UnicodeEncodeError:

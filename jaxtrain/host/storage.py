@@ -40,6 +40,9 @@ _PASSING_TEXT = re.compile(
 )
 _NUMBER_IN_TEXT = re.compile(r"os_error_code='(\d+)'")  # TensorStore's way to say errno
 
+# Clients of buckets, which raise errors of their own kinds, such as for want of credentials.
+_CLIENTS = frozenset({"aiohttp", "azure", "botocore", "gcsfs", "google"})
+
 # What is so until somebody changes it: rights, names, kinds of files.
 _LASTING_NUMBERS = frozenset(
     getattr(errno, name)
@@ -98,7 +101,8 @@ def lasts(error: BaseException | None) -> bool:
     if error is None or passes(error):
         return False
     number = error_number(error)
-    return number in _LASTING_NUMBERS if number else isinstance(error, ValueError | TypeError)
+    lasting = (ValueError, TypeError, PermissionError)  # which clients of buckets do not number
+    return number in _LASTING_NUMBERS if number else isinstance(error, lasting)
 
 
 def why(error: BaseException) -> str:
@@ -166,6 +170,8 @@ def iterating(
             return
         except Exception as error:
             if not passing(error):
+                if type(error).__module__.partition(".")[0] in _CLIENTS:
+                    raise OSError(f"{what}: {why(error)}") from error
                 raise
             at = clock()
             if since is None:

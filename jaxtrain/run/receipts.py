@@ -25,7 +25,7 @@ from etils import epath
 
 from jaxtrain.compile import processor
 from jaxtrain.host import distributed, storage
-from jaxtrain.host.paths import json_object, read_if_there
+from jaxtrain.host.paths import as_path, json_object, read_if_there
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.checkpointer import digest_of, leaf_digests
 from jaxtrain.run.checkpoints.leaves import leaves_by_path, raw_array
@@ -134,7 +134,7 @@ class Segment:
 
 def read(run_dir: epath.PathLike) -> list[Line]:
     """Reads the lines of a run's chain; none where there is none."""
-    return parse(read_if_there(epath.Path(run_dir) / RECEIPTS).decode(errors="replace"))
+    return parse(read_if_there(as_path(run_dir) / RECEIPTS).decode(errors="replace"))
 
 
 def parse(text: str) -> list[Line]:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxtrain import build
 from jaxtrain.experiment import Experiment
+from jaxtrain.host.paths import as_path
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.checkpoints.reader import Reader
 from jaxtrain.run.folder import CHECKPOINTS, CONFIG
@@ -76,7 +77,7 @@ def replay(run_dir: epath.PathLike, step: int, *, module: str | None) -> Diagnos
     if not 1 <= step <= (last := experiment.steps):
         raise ValueError(f"`step` is {step}: the run has steps 1 to {last}")
     mesh = build.make_experiment_mesh(experiment)
-    checkpoints = Checkpointer(epath.Path(run_dir) / CHECKPOINTS)
+    checkpoints = Checkpointer(as_path(run_dir) / CHECKPOINTS)
     from_step = max((s for s in checkpoints.steps() if s < step), default=None)
     state = state_of(experiment, mesh, checkpoints, from_step)
     start = int(state.step)

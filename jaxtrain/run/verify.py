@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxtrain import build
 from jaxtrain.experiment import Experiment
+from jaxtrain.host.paths import as_path
 from jaxtrain.run import receipts
 from jaxtrain.run.checkpoints.checkpointer import leaf_digests
 from jaxtrain.run.checkpoints.leaves import leaves_by_path, raw_array
@@ -39,7 +40,7 @@ def check_run(run_dir: epath.PathLike) -> tuple[list[str], list[str]]:
     lines, faults = _chain(run_dir)
     if faults:
         return [], faults
-    checkpoints = Reader(epath.Path(run_dir) / CHECKPOINTS)
+    checkpoints = Reader(as_path(run_dir) / CHECKPOINTS)
     told, kept = [receipts.describe(lines)], {0, *checkpoints.steps()}
     for each in receipts.segments(lines):
         first, last, wanted = each.first["step"], each.last["step"], each.last["leaves"]
@@ -81,7 +82,7 @@ def repeat(
     start, end = segment.first["step"], segment.last["step"]
     # Before anything that starts JAX, for its flags may simulate devices.
     experiment = load_run(run_dir, module, step=start + 1, flags=flags)
-    checkpoints = Reader(epath.Path(run_dir) / CHECKPOINTS)
+    checkpoints = Reader(as_path(run_dir) / CHECKPOINTS)
     kept = {0, *checkpoints.steps()}
     if start not in kept:
         others = ", ".join(str(each.number) for each in chain if each.first["step"] in kept)

@@ -821,9 +821,9 @@ def test_the_commands_make_and_show_a_store(texts, tmp_path, capsys):
         (("data", path, "--seq-len", "0"), "--seq-len is 0"),
         (("data", path, "--steps", "-1"), "--steps is -1"),
         ((*make[:-1], "0"), "--workers is 0"),
-        ((*make[:6], "gs://bucket/store"), "the token store 'gs://bucket/store' is in a bucket"),
-        (("data", "gs://bucket/store"), "the token store 'gs://bucket/store' is in a bucket"),
-        ((*make[:2], "ftp://texts", *make[3:]), "'ftp://texts' is in no storage known here"),
+        ((*make, "--part", "3/2"), "--part is '3/2': give I/N"),
+        ((*make, "--part", "1/2"), "is on a disk: give a bucket"),
+        ((*make[:2], "http://texts", *make[3:]), "'http://texts' is in no storage known here"),
     ):
         status, _, error = command(capsys, *flags)
         assert (status, error.count("\n")) == (2, 1)
@@ -834,5 +834,3 @@ def test_documents_without_files_need_no_cutting(tmp_path):
     documents = documents_of([b"ab", b"c"])
     split = Split(Documents(lambda: iter(documents)), documents)
     same(data.write_store(split, BYTES, tmp_path / "s").corpus(), tokenize(documents, BYTES))
-    with pytest.raises(ValueError, match="give a local folder"):
-        data.write_store(split, BYTES, "gs://bucket/store")

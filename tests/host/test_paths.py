@@ -96,7 +96,8 @@ def test_of_two_that_write_one_file_at_once_one_is_there_whole(tmp_path, monkeyp
 
 def test_a_folder_without_checkpoints_is_refused_at_once():
     for name, why in (
-        ("s3://bucket/run", r"'s3://bucket/run' is in s3://, where no checkpoint can be written: "),
+        ("http://host/run", r"'http://host/run' is in no storage known here"),
+        ("memory:///run", r"'memory:///run' names no host or bucket: give memory://NAME/..."),
         (os.fsdecode(b"bad\xff"), r"'bad\\udcff' is not named in UTF-8, so no checkpoint can be "),
     ):
         with pytest.raises(ValueError, match=why):

@@ -24,6 +24,7 @@ from jaxtrain.host.paths import absolute, check_for_checkpoints
 from jaxtrain.host.storage import StorageError
 from jaxtrain.run.checkpoints import leaves as places
 from jaxtrain.run.checkpoints import manifest as manifests
+from jaxtrain.run.checkpoints import objects
 from jaxtrain.run.checkpoints.leaves import leaves_by_path, ocp
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
 from jaxtrain.run.checkpoints.step_folders import StepFolders
@@ -315,6 +316,13 @@ class Reader:
         return read
 
     def _read_file(self, step: int, args: Mapping[str, Any]) -> dict[str, Any]:
+        folder = self.directory / str(step) / "state"
+        if objects.holds(self.directory):
+            try:
+                return objects.read(folder, args)
+            except (FileNotFoundError, ValueError) as error:
+                what = f"its arrays cannot be read ({storage.why(error)})"
+                raise self._folders.damage(step, what) from error
         # The handler alone: around it Orbax's checkpointer has the processes wait for each other,
         # also for one that has failed.
         handler = ocp.PyTreeCheckpointHandler()
@@ -323,7 +331,7 @@ class Reader:
         )
         try:
             return storage.retrying(
-                lambda: handler.restore(self.directory / str(step) / "state", args=items),
+                lambda: handler.restore(folder, args=items),
                 f"the arrays of checkpoint {step} in {self.directory}",
                 passing=lambda error: not _too_large(error) and storage.passes(error),
             )

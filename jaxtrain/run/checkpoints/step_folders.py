@@ -93,10 +93,16 @@ class StepFolders:
     def _paths(self) -> dict[int, epath.Path]:
         digits = [x for x in listed(self.directory) if x.name.isascii() and x.name.isdecimal()]
         steps = {int(path.name): path for path in digits if path.name == str(int(path.name))}
-        if is_remote(self.directory):  # where a folder appears before it is whole
-            found = ocp.path.step.standard_name_format().find_all(self.directory)
-            return {entry.step: entry.path for entry in found if entry.step in steps}
-        return steps
+        if not is_remote(self.directory):
+            return steps
+        return {step: path for step, path in steps.items() if self.is_there(step)}
+
+    def is_there(self, step: int) -> bool:
+        """Whether a step has been written to its end; asks no other process."""
+        path = self.directory / str(step)
+        # In a bucket a folder appears before it is whole, and this file when it is.
+        last = ocp.path.atomicity.COMMIT_SUCCESS_FILE
+        return exists(path / last if is_remote(path) else path)
 
     def remains(self, *, seconds: float | None = None) -> list[int]:
         """Returns the steps that lack a part, as one does whose deletion was interrupted."""
