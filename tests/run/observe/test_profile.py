@@ -2,6 +2,7 @@
 
 import collections
 import io
+import itertools
 import json
 import os
 import re
@@ -326,6 +327,38 @@ def test_processes_are_laid_on_one_clock_and_the_slowest_of_each_step_is_named()
     assert hosts.aligned({"a": made["process-0"]}) == ({"a": made["process-0"]}, None)
     alone = {p: {"CPU:0": [[Event(0, 1, programs.Operation("dot"))]]} for p in clock}
     assert hosts.aligned(alone) == (alone, None)
+
+
+def test_a_collective_that_runs_once_tells_no_clock():
+    # Of "own" each process waits for its own devices alone, so that its ends are 50 ms apart.
+    made = {
+        process: {
+            "CPU:0": [
+                [Event(0, own, programs.Operation("all-gather", name="own"))]
+                + [Event(t, t + 5, programs.Operation("all-reduce", name="all")) for t in (70, 90)]
+            ]
+        }
+        for process, own in (("a", 10), ("b", 60))
+    }
+    assert hosts.clocks(made) == hosts.Clocks({"a": 0.0, "b": 0.0}, 0.0)
+    once = {p: {"CPU:0": [lines["CPU:0"][0][:1]]} for p, lines in made.items()}
+    assert hosts.aligned(once) == (once, None)
+
+
+def test_a_timeline_has_few_tracks_of_many_transfers_and_none_of_number_0():
+    copy = programs.Operation("copies", name="copy")
+    core = [Event(10 * i, 10 * i + 9, programs.Operation("dot", name="dot")) for i in range(20)]
+    lines = [core, *([Event(10 * i, 10 * i + 15, copy)] for i in range(20)), []]
+    events = json.loads(hosts.to_json({"host": {"TPU:0": lines}}))["traceEvents"]
+    assert {e["pid"] for e in events} == {1}
+    tracks = collections.defaultdict(list)
+    for e in events:
+        if e["ph"] == "X":
+            tracks[e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    assert sorted(tracks) == [1, 2, 3]
+    assert sum(map(len, tracks.values())) == 40
+    for track in tracks.values():
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(track))
 
 
 @pytest.mark.slow

@@ -59,10 +59,11 @@ def meetings(timelines: Timelines) -> dict[str, list[dict[str, Event]]]:
 
 def clocks(timelines: Timelines) -> Clocks | None:
     """Returns how the clocks of processes differ from the first one's, by the collective whose ends
-    then agree best; None where no collective is in all of them."""
+    then agree best; None where all of them have none that runs twice: the ends of a single run
+    agree after some shift, also where each process is alone in it."""
     first, *others = timelines
     best = None
-    for runs in meetings(timelines).values():
+    for runs in (runs for runs in meetings(timelines).values() if len(runs) > 1):
         offsets, apart = {first: 0.0}, 0.0
         for process in others:
             each = [run[first].end - run[process].end for run in runs]
@@ -106,13 +107,13 @@ def waits(timelines: Timelines, first_step: int, steps: int) -> list[Wait]:
 
 def to_json(timelines: Timelines) -> str:
     """Writes events in Chrome's trace format, which https://ui.perfetto.dev opens: a process each,
-    with the lines of its devices."""
+    with the lines of its devices. Numbers begin at 1: to Perfetto, 0 is the kernel's idle task."""
     told: list[dict[str, Any]] = []
     begin = min(e.start for of in timelines.values() for x in of.values() for y in x for e in y)
-    for pid, (process, devices) in enumerate(timelines.items()):
+    for pid, (process, devices) in enumerate(timelines.items(), 1):
         told.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
-        lines = [(device, line) for device, each in devices.items() for line in each if line]
-        for tid, (device, line) in enumerate(lines):
+        lines = [(device, line) for device, each in devices.items() for line in _tracks(each)]
+        for tid, (device, line) in enumerate(lines, 1):
             name = {"name": device}
             told.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": name})
             for start, end, what in line:
@@ -120,3 +121,14 @@ def to_json(timelines: Timelines) -> str:
                 kind = {"cat": what.kind, "args": {"part": "/".join(what.scopes)}}
                 told.append({"ph": "X", "name": what.name, "pid": pid, "tid": tid} | at | kind)
     return json.dumps({"traceEvents": told, "displayTimeUnit": "ms"})
+
+
+def _tracks(lines: Sequence[Sequence[Event]]) -> list[list[Event]]:
+    """Puts lines that do not overlap one after another; each transfer of a TPU has its own."""
+    tracks: list[list[Event]] = []
+    for line in sorted(filter(None, lines), key=lambda line: line[0].start):
+        free = next((track for track in tracks if track[-1].end <= line[0].start), None)
+        if free is None:
+            tracks.append(free := [])
+        free.extend(line)
+    return tracks
