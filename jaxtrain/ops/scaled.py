@@ -242,8 +242,8 @@ def _product(
 
 def _dot(a: jax.Array, b: jax.Array, over: tuple[Sequence[int], Sequence[int]], dtype: Any):
     """The product before it is scaled, summed in float32: on a GPU in the dtype that it is for, as
-    a float32 array would be written and read once more."""
-    wide = dtype if platform() == "gpu" else jnp.float32
+    a float32 array would be written and read once more; not in float16, where it overflows."""
+    wide = dtype if platform() == "gpu" and dtype != jnp.float16 else jnp.float32
     return jax.lax.dot_general(a, b, (over, ((), ())), preferred_element_type=wide)
 
 

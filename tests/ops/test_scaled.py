@@ -111,6 +111,19 @@ def test_four_bits_are_rounded_up_as_often_as_a_value_is_near_and_the_transform_
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_sums_before_their_scales_overflow_no_float16_on_a_gpu(recipe, monkeypatch):
+    monkeypatch.setattr(scaled, "platform", lambda: "gpu")
+    x, w, dy = operands()
+    given = (jnp.asarray(a, jnp.float16) for a in (x, w))
+    y, pullback = jax.vjp(functools.partial(scaled_product, recipe), *given)
+    all_found = (y, *pullback(jnp.asarray(dy, jnp.float16)))
+    for found, exact in zip(all_found, (x @ w, dy @ w.T, x.T @ dy), strict=True):
+        assert found.dtype == jnp.float16
+        found = np.float32(found)
+        assert np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.25
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_zeros_and_what_is_not_finite_stay_so(recipe):
     x, w, _ = operands()
     x[3] = 0

@@ -46,8 +46,8 @@ def run_profile(options: ProfileOptions, rest: list[str]) -> int:
         lines, clocks = hosts.aligned(trace.read_timelines(folder))
         if clocks is None and len(lines) > 1:
             raise ValueError(
-                f"{folder} has {len(lines)} processes, and no collective that all run twice: nothing "
-                "tells how their clocks differ; trace several steps that all of them take"
+                f"{folder} has {len(lines)} processes, and no collective that all run twice: "
+                "nothing tells how their clocks differ; trace several steps that all of them take"
             )
         write_whole(as_path(options.timeline), hosts.to_json(lines))
         print(options.timeline)
