@@ -27,6 +27,17 @@ def test_a_difference_of_losses_is_told_from_noise_that_is_correlated():
     assert figures.difference(np.ones(39), np.zeros(39)) is None
     mean, _ = figures.difference(np.r_[np.full(60, np.nan), np.ones(60)], np.zeros(120))
     assert mean == -1
+    assert figures.difference(np.r_[np.ones(60), np.full(60, np.nan)], np.ones(120)) is None
+
+
+def test_a_run_that_has_diverged_is_not_called_alike(tmp_path):
+    whole = write_run(tmp_path / "a", [line(i, 2.0) for i in range(1, 81)])
+    spoilt = write_run(tmp_path / "b", [line(i, 2.0 if i < 50 else "nan") for i in range(1, 81)])
+    (told, _) = figures.verdicts(records.read([whole, spoilt]))
+    assert "cannot be told: it is not finite in 31 of the last 40 steps." in told
+    partly = write_run(tmp_path / "c", [line(i, 2.0 if i != 50 else "inf") for i in range(1, 81)])
+    (told, _) = figures.verdicts(records.read([whole, partly]))
+    assert "over the last 40 steps that both have logged: no more than noise; 1 of them" in told
 
 
 def test_two_runs_stand_side_by_side_with_their_cost_at_any_price(tmp_path, capsys):

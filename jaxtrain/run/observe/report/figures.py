@@ -97,15 +97,19 @@ def verdicts(records: Sequence[Record]) -> list[str]:
         if None in both:
             continue
         steps, *at = np.intersect1d(*(each.steps for each in both), return_indices=True)
-        found = difference(*(each.values[i] for each, i in zip(both, at, strict=True)))
-        text = f"cannot be told from noise: {steps.size} logged steps in common are too few"
+        values = [each.values[i] for each, i in zip(both, at, strict=True)]
+        last = int(COMPARED * steps.size)
+        wrong = np.count_nonzero(~np.isfinite(values).all(0)[steps.size - last :])
+        found = difference(*values)
         if found is not None:
             noise = "no more than noise" if abs(found[0]) <= found[1] else "more than noise"
-            last = int(COMPARED * steps.size)
-            text = (
-                f"is {found[0]:+.4f} +- {found[1]:.4f} over the last {last} steps that both have "
-            )
-            text += f"logged: {noise}"
+            text = f"is {found[0]:+.4f} +- {found[1]:.4f} over the last {last} steps that both "
+            text += f"have logged: {noise}"
+            text += f"; {wrong} of them, not finite, are left out" if wrong else ""
+        elif wrong:
+            text = f"cannot be told: it is not finite in {wrong} of the last {last} steps"
+        else:
+            text = f"cannot be told from noise: {steps.size} logged steps in common are too few"
         told.append(f"The training loss of {other.name} less that of {first.name} {text}.")
     if told:
         told.append("The noise is that of steps; another seed may differ by more.")
@@ -123,16 +127,16 @@ def difference(before: np.ndarray, after: np.ndarray) -> tuple[float, float] | N
       before, after: of the same steps [n].
 
     Returns:
-      The mean difference and half the width of its 95 % interval; None with fewer than 40 steps
-      whose losses are finite.
+      The mean difference and half the width of its 95 % interval; None with fewer than 20 steps in
+      that half whose losses are finite.
 
     >>> flat = np.ones(200)
     >>> difference(flat, flat + 0.5)
     (0.5, 0.0)
     """
     apart = np.asarray(after, np.float64) - np.asarray(before, np.float64)
-    apart = apart[np.isfinite(apart)]
     apart = apart[apart.size - int(COMPARED * apart.size) :]
+    apart = apart[np.isfinite(apart)]
     if apart.size < 2 * BATCHES:
         return None
     means = np.array([batch.mean() for batch in np.array_split(apart, BATCHES)])
