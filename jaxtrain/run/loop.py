@@ -548,7 +548,7 @@ def _costs(mesh: Mesh, peers: PeerGroup, price: float | None) -> dict[str, float
     device, found = mesh.devices.flat[0], {}
     if device.platform != "cpu":
         chip = chip_of(device.device_kind)
-        found = {"chips": mesh.size}
+        found = {"chips": mesh.size / (chip.cores_per_chip if chip else 1)}
         found |= {"watts": chip.watts} if chip and chip.watts else {}
     elif peers.processes == jax.process_count():  # simulated devices share their machine
         found = {"machines": len({socket.gethostname(), *peers.hosts.values()})}

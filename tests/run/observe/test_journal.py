@@ -5,11 +5,14 @@ import json
 import pathlib
 import threading
 import time
+import types
 
+import numpy as np
 import pytest
 from etils import epath
 
 import jaxtrain as jt
+from jaxtrain.run import loop
 from jaxtrain.run.folder import lock_run_dir
 from jaxtrain.run.observe import goodput, journal
 from jaxtrain.run.observe.goodput import Attempt
@@ -109,6 +112,14 @@ def test_every_record_says_when_which_attempt_and_where_and_restarts_are_counted
         "machine-hours": pytest.approx(sum(sum(a.seconds.values()) for a in found) / 3600)
     }
     assert 0 < log[-2]["run/machine_hours"] < goodput.spent(found)["machine-hours"]
+
+
+def test_chips_of_two_devices_are_counted_once():
+    tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU7x")
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
+    for device, expected in ((tpu, {"chips": 4, "price": 2.0}), (gpu, {"chips": 8, "watts": 700})):
+        mesh = types.SimpleNamespace(devices=np.array([device] * 8), size=8)
+        assert loop._costs(mesh, None, expected.get("price")) == expected
 
 
 def test_an_attempt_that_ended_without_a_word_is_told_of_by_the_next(tmp_path):
