@@ -40,9 +40,9 @@ class ProfileOptions:
 def run_profile(options: ProfileOptions, rest: list[str]) -> int:
     """Prints the tables."""
     del rest
-    profile = _read(options.run_dir, options.trace)
+    folder = _found(options.run_dir, options.trace)
+    profile = trace.read_trace(folder)
     if options.timeline is not None:
-        folder = _found(options.run_dir, options.trace)
         lines, clocks = hosts.aligned(trace.read_timelines(folder))
         if clocks is None and len(lines) > 1:
             raise ValueError(
@@ -54,12 +54,9 @@ def run_profile(options: ProfileOptions, rest: list[str]) -> int:
     if options.other is None:
         draw(profile, Console())
     else:
-        draw_difference(profile, _read(options.other, options.trace), Console())
+        other = trace.read_trace(_found(options.other, options.trace))
+        draw_difference(profile, other, Console())
     return 0
-
-
-def _read(run_dir: str, name: str | None) -> trace.Profile:
-    return trace.read_trace(_found(run_dir, name))
 
 
 def _found(run_dir: str, name: str | None) -> epath.Path:
