@@ -40,6 +40,20 @@ def test_a_run_that_has_diverged_is_not_called_alike(tmp_path):
     assert "over the last 40 steps that both have logged: no more than noise; 1 of them" in told
 
 
+def test_time_between_attempts_is_no_time_of_theirs(tmp_path):
+    ended = [
+        {"attempt": 1 + i, "began": began, "first_step": 4 * i, "step": 4 * i + 4, "chips": 1}
+        | {"event": "end", "seconds": {"init": 900.0, "step": 900.0}}
+        for i, began in enumerate((0.0, 90_000.0))
+    ]
+    run = write_run(tmp_path / "a", [line(8)])
+    (run / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in ended))
+    rows = figures.figures(records.read([run]))
+    assert ["time of all attempts", "1 h"] in rows
+    assert ["share of it in steps", "50.0%"] in rows
+    assert ["chip-hours", "1"] in rows
+
+
 def test_two_runs_stand_side_by_side_with_their_cost_at_any_price(tmp_path, capsys):
     for name, seconds, loss, chips in (("a", 0.2, 2.0, 4), ("b", 0.1, 1.5, 8)):
         more = {"time__step_seconds": seconds, "time__rows_per_second": 1 / seconds}

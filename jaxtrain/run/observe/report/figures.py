@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxtrain.host.memory import human_bytes, human_count, human_seconds
 from jaxtrain.run.observe import journal
-from jaxtrain.run.observe.goodput import account, moved, spent
+from jaxtrain.run.observe.goodput import DOWN, account, moved, spent
 from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.report.health import duration, recent
 from jaxtrain.run.observe.report.records import Record, significant
@@ -54,6 +54,7 @@ def figures(records: Sequence[Record]) -> list[list[str]]:
 def _told(record: Record):
     """What a run knows of itself: names, numbers and how they are written."""
     times = account(record.attempts)
+    times.pop(DOWN, None)
     if total := sum(times.values()):
         yield "time of all attempts", total, duration
         yield "share of it in steps", times.get("step", 0.0) / total, SHARE
