@@ -58,7 +58,7 @@ def main() -> None:
         then = {"losses": {n: losses[n] for n in (5, 6)}, "sums": sums}
         (kept / "then.json").write_text(json.dumps(then, indent=2) + "\n")
         EARLIER.mkdir(exist_ok=True)
-        with tarfile.open(EARLIER / f"{jt.__version__}.tar.xz", "w:xz") as file:
+        with tarfile.open(EARLIER / f"{jt.__version__}.tar.xz", "x:xz") as file:
             for path in sorted(path for each in KEPT for path in kept.glob(each)):
                 file.add(path, path.relative_to(kept), recursive=False)
 
