@@ -99,6 +99,8 @@ class Profiling(Hook):
         of_process = f"-process-{process}" if process and not self._joint else ""
         options.session_id = name = f"steps-{first}-{last}{of_process}"
         try:
+            if process == 0:  # what an attempt with other processes has left of these steps
+                (self._kept / "plugins/profile" / name).rmtree(missing_ok=True)
             jax.profiler.start_trace(folder, profiler_options=options)
         except Exception as error:
             self.run.progress.note(f"step {first}: no trace can be made: {why(error)}")

@@ -83,6 +83,22 @@ def test_no_evaluation_is_traced(tmp_path, monkeypatch):
     assert evaluated == [False] * 3
 
 
+def test_a_trace_is_not_mixed_with_one_by_more_processes_of_the_same_steps(tmp_path):
+    left = tmp_path / "tensorboard/plugins/profile/steps-3-4/process-1.xplane.pb"
+    experiment = make_experiment(4)
+
+    def eval_batches(sharding):
+        if not list(tmp_path.glob("tensorboard/plugins/profile/*")):
+            left.parent.mkdir(parents=True)
+            left.write_bytes(b"of an earlier attempt")
+        return experiment.data.eval_batches[""](sharding)
+
+    options = jt.RunOptions(str(tmp_path), profile_steps="3:4", eval_every=2)
+    jt.fit(experiment.with_(eval_batches=eval_batches), options)
+    assert not left.exists()
+    assert steps_in(left.parent) == 2
+
+
 def test_steps_that_the_run_has_not_are_refused(tmp_path):
     options = jt.RunOptions(str(tmp_path), profile_steps="13:14")
     with pytest.raises(ValueError, match="`profile_steps` is '13:14', the run has 12 steps"):
