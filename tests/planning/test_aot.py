@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jaxtrain as jt
+from jaxtrain.compile import EIGHT_BITS
 from jaxtrain.engines.pipeline.tables import make_table
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.generate import Weights, generate_step, prompts
@@ -566,6 +567,23 @@ def test_products_of_eight_bits_are_such_in_the_gpu_compilers_program():
         ["f8e4m3fn", "f8e5m2"],
         ["f8e4m3fn", "f8e5m2"],
     ]
+
+
+def test_cublas_writes_products_of_eight_bits_in_sixteen():
+    mesh = jt.make_mesh(devices=gpu()[:1])
+    x, w, dy = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P()))
+        for shape in ((1024, 512), (512, 2048), (1024, 2048))
+    )
+
+    def products(x, w, dy):
+        y, pullback = jax.vjp(functools.partial(scaled_product, "fp8_tensor"), x, w)
+        return y, pullback(dy)
+
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(products).lower(x, w, dy).compile(compiler_options=EIGHT_BITS)
+    calls = re.findall(r"= \((\w+)\[.*__cublas\$lt\$matmul\$f8", compiled.as_text())
+    assert calls == ["bf16"] * 3
 
 
 def rows_split(model, target, parts):
