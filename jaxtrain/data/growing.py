@@ -46,21 +46,28 @@ class Watermarks:
     Args:
       store: the folder of the store.
       every: E, the steps between watermarks.
-      log: the lines of the log of a run to resume; without any, a run begins with all that the
-        first process sees.
+      log: the lines of the log of a run to resume.
+      begun: the parts that a run begins with where there is no log; None for all that the first
+        process sees.
 
     Raises:
       ValueError: a line of the log is damaged, or the store has lost a part.
     """
 
     def __init__(
-        self, store: str | os.PathLike[str], *, every: int, log: Iterable[dict[str, Any]] = ()
+        self,
+        store: str | os.PathLike[str],
+        *,
+        every: int,
+        log: Iterable[dict[str, Any]] = (),
+        begun: int | None = None,
     ):
         self.store, self._every = store, every
         self._path, self._taken = None, lambda: None
         if not (known := [_mark(line) for line in log]):
             count = functools.partial(count_parts, store)
-            known = [self._seen(0, distributed.from_first_process(count))]
+            parts = distributed.from_first_process(count) if begun is None else begun
+            known = [self._seen(0, parts)]
         self._log = known
 
     @property

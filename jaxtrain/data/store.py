@@ -198,6 +198,14 @@ class Store:
         own = sum(os.path.getsize(self.path / name) for name in names)
         return own + sum(part.verify() for part in self.parts)
 
+    def parts_with(self, text: str | None) -> int | None:
+        """Returns how many of its parts make a text to train on, by its fingerprint; None where
+        none do."""
+        numbers = range(len(self.parts) + 1)
+        stores = (Store(self.path, self._own, self.parts[:n]) for n in numbers)
+        texts = [each.manifest["sets"]["train"]["text"] for each in stores]
+        return texts.index(text) if text in texts else None
+
     def _starts(self, name: str, tokens: int) -> np.ndarray:
         """Returns the starts of documents; checks the first and last, and `verify` all."""
         if self.parts:  # of each part behind all tokens before it

@@ -116,11 +116,11 @@ def seen_by(run: epath.Path) -> dict[str, int]:
         return {name: 0}
     if lines := read_if_there(run / WATERMARKS).splitlines():
         return {name: json.loads(lines[-1])["parts"]}
-    text, most = record.get("provenance", {}).get("text"), count_parts(name)
-    sides = [data.open_store(name, parts=n).corpus().fingerprint for n in range(most + 1)]
-    if text not in sides:
+    if (
+        parts := data.open_store(name).parts_with(record.get("provenance", {}).get("text"))
+    ) is None:
         raise ValueError(f"the token store '{name}' is not as '{run}' has read it: copy it back")
-    return {name: sides.index(text)}
+    return {name: parts}
 
 
 def measure(
