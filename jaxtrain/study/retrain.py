@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import multiprocessing
+import os
 import shlex
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from jaxtrain.evaluate.intervals import interval
 from jaxtrain.evaluate.scoring import Scorer, windows
 from jaxtrain.hf.opening import ModelOptions
 from jaxtrain.host import exit_codes
-from jaxtrain.host.paths import as_path, exists, read_if_there, write_whole
+from jaxtrain.host.paths import as_path, exists, is_remote, read_if_there, write_whole
 from jaxtrain.planning.targets import stay_on_cpu
 from jaxtrain.run.folder import PROMOTED, RETRAININGS, WATERMARKS
 from jaxtrain.run.main import load_config
@@ -70,22 +71,23 @@ def run_retrain(options: RetrainOptions, rest: list[str]) -> int:
     if typed := [name for name in OF_START if getattr(config.run, name)]:
         flag = f"--{typed[0].replace('_', '-')}"
         raise ValueError(f"{flag} is given, and retrain says where a training lies: leave it out")
-    folder, size = as_path(options.run), getattr(config, "held_out_bytes", HELD_OUT_BYTES)
+    new, folder = place(options.data), as_path(options.run)
+    size = getattr(config, "held_out_bytes", HELD_OUT_BYTES)
     history = [json.loads(line) for line in read_if_there(folder / RETRAININGS).splitlines()]
     seen = seen_by(folder) | {each["data"]: each["parts"] for each in history if each["promoted"]}
     best = _point(folder, history)  # which a call before may have been killed before it did
-    parts = count_parts(options.data) if data.is_store(options.data) else 0
+    parts = count_parts(new) if data.is_store(new) else 0
     past = {each["data"]: each["parts"] for each in history}
-    looked = (seen | (past if options.drift is not None else {})).get(options.data, -1)
+    looked = (seen | (past if options.drift is not None else {})).get(new, -1)
     texts: dict[str, list[Text]] = {
         "old": [(name, 0, parts + 1) for name, parts in seen.items()],
-        "new": [(options.data, looked + 1, parts + 1)],
+        "new": [(new, looked + 1, parts + 1)],
     }
     if looked >= parts:
-        print(f"kept         {best}: there is nothing new in '{options.data}'")
+        print(f"kept         {best}: there is nothing new in '{new}'")
         return exit_codes.DONE
     before = _alone(best, texts, size)
-    told: dict[str, Any] = {"data": options.data, "parts": parts, "promoted": False}
+    told: dict[str, Any] = {"data": new, "parts": parts, "promoted": False}
     told["drift"] = found = drifts(before)
     counts = [len(before[name][0]) for name in ("old", "new")]
     print("held out     {:,} old documents and {:,} new ones".format(*counts))
@@ -112,7 +114,7 @@ def seen_by(run: epath.Path) -> dict[str, int]:
     record = read_record(run) or {}
     if (name := record.get("flags", {}).get("data")) is None:
         raise ValueError(f"'{run}' is not a run of text with --data: give the folder of one")
-    if not data.is_store(name):
+    if not data.is_store(name := place(name)):
         return {name: 0}
     if lines := read_if_there(run / WATERMARKS).splitlines():
         return {name: json.loads(lines[-1])["parts"]}
@@ -121,6 +123,13 @@ def seen_by(run: epath.Path) -> dict[str, int]:
     ) is None:
         raise ValueError(f"the token store '{name}' is not as '{run}' has read it: copy it back")
     return {name: parts}
+
+
+def place(name: str) -> str:
+    """Returns the whole path of a store, file or folder on this disk, so that no other spelling is
+    taken for other text; any other data as it is."""
+    elsewhere = name == "python" or is_remote(name) or not exists(as_path(name))
+    return name if elsewhere else os.path.realpath(name)
 
 
 def measure(

@@ -141,6 +141,14 @@ def test_what_a_run_has_seen_of_a_store_that_grew(run, tmp_path):
     assert retrain.seen_by(run) == {str(store): 1}
 
 
+def test_another_spelling_of_a_path_is_no_new_text(run, asked, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = ("retrain", "experiments.gpt", "--run", str(run), "--data")
+    for name in ("a", "./a/", str(tmp_path / "a")):
+        assert "nothing new in" in command(capsys, *call, name)[1]
+    assert not asked.lines
+
+
 def test_changes_are_weighted_by_tokens_and_paired():
     rng = np.random.default_rng(3)
     documents = [np.zeros(n, int) for n in rng.integers(5, 400, 50)]
