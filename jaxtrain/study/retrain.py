@@ -24,6 +24,7 @@ from jaxtrain.evaluate.intervals import interval
 from jaxtrain.evaluate.scoring import Scorer, windows
 from jaxtrain.hf.opening import ModelOptions
 from jaxtrain.host import exit_codes
+from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, exists, is_remote, read_if_there, write_whole
 from jaxtrain.planning.targets import stay_on_cpu
 from jaxtrain.run.folder import PROMOTED, RETRAININGS, WATERMARKS
@@ -65,6 +66,7 @@ class RetrainOptions:
 
 def run_retrain(options: RetrainOptions, rest: list[str]) -> int:
     """Makes one decision, and writes it down; a training that fails leaves nothing decided."""
+    check_least(options, drift=0.0, may_forget=0.0)
     stay_on_cpu()
     flags = ["--data", options.data, *rest]
     _, config = load_config(options.experiment, flags, command="retrain", own=type(options))

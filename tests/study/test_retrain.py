@@ -124,6 +124,7 @@ def test_a_training_that_fails_decides_nothing(run, asked, tmp_path, capsys):
     assert command(capsys, *call)[0] == 75
     assert not (run / RETRAININGS).exists()
     assert "leave it out" in refused(capsys, *call, "--resume")
+    assert "--drift is nan" in refused(capsys, *call, "--drift", "nan")
     told = refused(capsys, *call[:2], "--run", str(tmp_path / "b"), "--data", "python")
     assert "is not a run of text" in told
     assert not (tmp_path / "b" / PROMOTED).exists()
