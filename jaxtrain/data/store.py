@@ -199,12 +199,15 @@ class Store:
         return own + sum(part.verify() for part in self.parts)
 
     def parts_with(self, text: str | None) -> int | None:
-        """Returns how many of its parts make a text to train on, by its fingerprint; None where
-        none do."""
+        """Returns how many of its parts make a ``text``; None where none do."""
         numbers = range(len(self.parts) + 1)
-        stores = (Store(self.path, self._own, self.parts[:n]) for n in numbers)
-        texts = [each.manifest["sets"]["train"]["text"] for each in stores]
-        return texts.index(text) if text in texts else None
+        same = (n for n in numbers if Store(self.path, self._own, self.parts[:n]).text == text)
+        return next(same, None)
+
+    @property
+    def text(self) -> str:
+        """The fingerprint of the text to train on."""
+        return self.manifest["sets"]["train"]["text"]
 
     def _starts(self, name: str, tokens: int) -> np.ndarray:
         """Returns the starts of documents; checks the first and last, and `verify` all."""
