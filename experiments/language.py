@@ -35,8 +35,8 @@ from jaxtrain.models import decoder
 from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
-from jaxtrain.run import trained
-from jaxtrain.run.folder import CHECKPOINTS, WATERMARKS
+from jaxtrain.run import provenance, trained
+from jaxtrain.run.folder import CHECKPOINTS, CONFIG, WATERMARKS
 from jaxtrain.run.trained import TOKENIZER_FILE, kept_file
 from jaxtrain.sharding.rules import Rules, batch_parts
 from jaxtrain.tree import map_named, named_leaves
@@ -50,7 +50,7 @@ MAY_CHANGE = {
     # Of what is said when training is over.
     **dict.fromkeys(("sample_tokens", "examples", "beams"), Effect.SAME),
     "shares": Effect.LATER,
-    "grow_every": Effect.SAME,
+    "grow_every": Effect.LATER,
     **dict.fromkeys(("held_out_rows", "held_out_bytes", "held_out_text*"), Effect.EVALUATION),
     **dict.fromkeys(("also_held_out", "text.old"), Effect.EVALUATION),
 }
@@ -621,7 +621,17 @@ def watermarks(config: Config, every: int) -> data.Watermarks | None:
     elif kept := kept_file(config.run, CHECKPOINTS):
         with contextlib.suppress(FileNotFoundError):  # killed before its first checkpoint
             log = trained.stored(str(kept.parent)).get(WATERMARKS, [])
-    return data.Watermarks(path, every=every, log=log)
+    return data.Watermarks(path, every=every, log=log, begun=parts_begun(config))
+
+
+def parts_begun(config: Config) -> int | None:
+    """Returns how many appended parts of its store a run to resume has begun with, by the
+    fingerprint in its folder; None for other runs and data."""
+    path, kept = data.parse_data(config.data).paths.get(""), kept_file(config.run, CONFIG)
+    if kept is None or path is None or not data.is_store(path):
+        return None
+    record = provenance.read_record(kept.parent) or {}
+    return data.open_store(path).parts_with(record.get("provenance", {}).get("text"))
 
 
 def text_name(config: Config) -> str:

@@ -121,7 +121,7 @@ def build(config: Config) -> jt.Experiment:
     options = language.tokenizer_options(config)
     chat = config.chat_template or (config.source and config.source.path)
     marks = language.watermarks(config, config.grow_every)
-    options["parts"] = marks and marks.first.parts
+    options["parts"] = marks.first.parts if marks else language.parts_begun(config)
     text = data.open_data(config.data, field=config.field, chat=chat, **options)
     if config.chat_template and not (text.has_conversations or config.also_held_out):
         raise ValueError(

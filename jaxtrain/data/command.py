@@ -179,24 +179,22 @@ def _counts(store: Store) -> list[str]:
 
 
 def _repeated(store: Store) -> list[str]:
-    sides = [store.corpus(name) for name in ("train", "held_out")]
-    lines = []
-    for name, side in zip(("train", "held_out"), sides, strict=True):
+    lines, sides = [], {name: store.corpus(name) for name in ("train", "held_out")}
+    for name, side in sides.items():
         found = repeated(side.documents(store.tokenizer))
         lines.append(
             f"{name}: of {found['documents']:,} documents {found['exact']:,} are an earlier one "
             f"again, and {found['near']:,} more are nearly one (by {SIMILAR:.0%} of their shingles)"
         )
         lines += [f"  document {b} is nearly document {a}" for a, b in found["pairs"]]
-    shares = overlapping(*(side.documents(store.tokenizer) for side in sides))
+    shares = overlapping(*(side.documents(store.tokenizer) for side in sides.values()))
     common = sorted(((share, name) for name, share in shares.items() if share), reverse=True)
     lines.append(
         f"overlap: {len(common):,} of {len(shares):,} held-out documents of {OVERLAP} words or "
         f"more have {OVERLAP} words in a row in common with train"
     )
-    return lines + [
-        f"  document {name}: {share:.1%} of its stretches" for share, name in common[:10]
-    ]
+    told = "  document {1}: {0:.1%} of its stretches"
+    return lines + [told.format(*each) for each in common[:10]]
 
 
 def _lengths(store: Store) -> list[str]:

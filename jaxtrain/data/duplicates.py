@@ -39,8 +39,10 @@ def repeated(documents: Iterable[Document]) -> dict[str, Any]:
     kept: list[tuple[str, np.ndarray]] = []
     count, exact, pairs = 0, 0, []
     for document in documents:
-        count += bool(document.text)
-        if document.text and (digest := hashlib.sha256(document.text).digest()) in seen:
+        if not document.text:
+            continue
+        count += 1
+        if (digest := hashlib.sha256(document.text).digest()) in seen:
             exact += 1
             continue
         seen.add(digest)
@@ -63,13 +65,12 @@ def overlapping(train: Iterable[Document], held_out: Iterable[Document]) -> dict
     """Returns, by the name of a held-out document, the share of its stretches of 13 words that are
     in the documents to train on too; documents of fewer words have none."""
     hashes = {each.name: grams(each.text, OVERLAP, whole=False) for each in held_out}
-    wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *hashes.values()]))
-    found = np.zeros(len(wanted), bool)
+    wanted = set().union(*(hashes_S.tolist() for hashes_S in hashes.values()))
+    common: set[int] = set()
     for each in train:
-        hashes_S = grams(each.text, OVERLAP, whole=False)
-        found |= np.isin(wanted, hashes_S)
-    common = wanted[found]
-    return {name: float(np.isin(own, common).mean()) for name, own in hashes.items() if len(own)}
+        common |= wanted.intersection(grams(each.text, OVERLAP, whole=False).tolist())
+    shares = {name: [each in common for each in own.tolist()] for name, own in hashes.items()}
+    return {name: sum(found) / len(found) for name, found in shares.items() if found}
 
 
 def grams(text: bytes, count: int, *, whole: bool = True) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxtrain.data.loader import RowSource, part_of, shuffled
 from jaxtrain.data.packing import Corpus
-from jaxtrain.data.store import Store, count_parts, open_store
+from jaxtrain.data.store import count_parts, open_store
 from jaxtrain.host import distributed, storage
 from jaxtrain.host.paths import as_path, read_if_there, write_whole
 
@@ -46,21 +46,28 @@ class Watermarks:
     Args:
       store: the folder of the store.
       every: E, the steps between watermarks.
-      log: the lines of the log of a run to resume; without any, a run begins with all that the
-        first process sees.
+      log: the lines of the log of a run to resume.
+      begun: the parts that a run begins with where there is no log; None for all that the first
+        process sees.
 
     Raises:
       ValueError: a line of the log is damaged, or the store has lost a part.
     """
 
     def __init__(
-        self, store: str | os.PathLike[str], *, every: int, log: Iterable[dict[str, Any]] = ()
+        self,
+        store: str | os.PathLike[str],
+        *,
+        every: int,
+        log: Iterable[dict[str, Any]] = (),
+        begun: int | None = None,
     ):
         self.store, self._every = store, every
         self._path, self._taken = None, lambda: None
         if not (known := [_mark(line) for line in log]):
             count = functools.partial(count_parts, store)
-            known = [self._seen(0, distributed.from_first_process(count))]
+            parts = distributed.from_first_process(count) if begun is None else begun
+            known = [self._seen(0, parts)]
         self._log = known
 
     @property
@@ -90,7 +97,7 @@ class Watermarks:
         """Returns the tokens to train on with so many parts; raises ValueError where they are of
         other text than the log has."""
         store = open_store(self.store, parts=parts)
-        if _text(store) not in [mark.text for mark in self._log if mark.parts == parts]:
+        if store.text not in [mark.text for mark in self._log if mark.parts == parts]:
             raise ValueError(
                 f"the token store '{self.store}' has other text in its first {parts} parts than "
                 "the run has read there: copy the store back as it was"
@@ -114,7 +121,7 @@ class Watermarks:
 
     def _seen(self, step: int, parts: int) -> Mark:
         store = open_store(self.store, parts=parts)
-        return Mark(step, parts, store.manifest["sets"]["train"]["tokens"], _text(store))
+        return Mark(step, parts, store.manifest["sets"]["train"]["tokens"], store.text)
 
     def _read(self) -> int:
         """Takes the lines of the file over; returns the step of the last one that is known."""
@@ -181,7 +188,3 @@ def _mark(line: dict[str, Any]) -> Mark:
         return Mark(**line)
     except TypeError as error:
         raise ValueError(f"the log of watermarks has the line {line!r} ({error})") from None
-
-
-def _text(store: Store) -> str:
-    return store.manifest["sets"]["train"]["text"]

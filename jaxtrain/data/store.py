@@ -227,6 +227,17 @@ class Store:
         cache = self._cache
         return lambda file, start, stop: cache.read(file, start, stop, sums[file])
 
+    def parts_with(self, text: str | None) -> int | None:
+        """Returns how many of its parts make a ``text``; None where none do."""
+        numbers = range(len(self.parts) + 1)
+        same = (n for n in numbers if Store(self.path, self._own, self.parts[:n]).text == text)
+        return next(same, None)
+
+    @property
+    def text(self) -> str:
+        """The fingerprint of the text to train on."""
+        return self.manifest["sets"]["train"]["text"]
+
     def _starts(self, name: str, tokens: int) -> np.ndarray:
         """Returns the starts of documents; checks the first and last, and `verify` all."""
         if self.parts:  # of each part behind all tokens before it

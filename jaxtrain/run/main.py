@@ -340,9 +340,9 @@ def _check_outline(experiment: Experiment) -> None:
 
 
 def _steps_per_epoch(rows: data.RowSource, global_batch: int) -> fractions.Fraction | None:
-    if (
-        isinstance(rows, data.Mixture | data.GrowingRows) or global_batch < 1
-    ):  # which Batches refuses
+    if isinstance(rows, data.Mixture | data.GrowingRows):
+        return None
+    if global_batch < 1:  # which Batches refuses
         return None
     return fractions.Fraction(len(rows), global_batch)
 

@@ -2,9 +2,11 @@
 
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
+import os
 import shlex
 import subprocess
 import sys
@@ -23,7 +25,8 @@ from jaxtrain.evaluate.intervals import interval
 from jaxtrain.evaluate.scoring import Scorer, windows
 from jaxtrain.hf.opening import ModelOptions
 from jaxtrain.host import exit_codes
-from jaxtrain.host.paths import as_path, exists, read_if_there, write_whole
+from jaxtrain.host.least import check_least
+from jaxtrain.host.paths import as_path, exists, is_remote, read_if_there, write_whole
 from jaxtrain.planning.targets import stay_on_cpu
 from jaxtrain.run.folder import PROMOTED, RETRAININGS, WATERMARKS
 from jaxtrain.run.main import load_config
@@ -64,28 +67,30 @@ class RetrainOptions:
 
 def run_retrain(options: RetrainOptions, rest: list[str]) -> int:
     """Makes one decision, and writes it down; a training that fails leaves nothing decided."""
+    check_least(options, drift=0.0, may_forget=0.0)
     stay_on_cpu()
     flags = ["--data", options.data, *rest]
     _, config = load_config(options.experiment, flags, command="retrain", own=type(options))
     if typed := [name for name in OF_START if getattr(config.run, name)]:
         flag = f"--{typed[0].replace('_', '-')}"
         raise ValueError(f"{flag} is given, and retrain says where a training lies: leave it out")
-    folder, size = as_path(options.run), getattr(config, "held_out_bytes", HELD_OUT_BYTES)
+    new, folder = place(options.data), as_path(options.run)
+    size = getattr(config, "held_out_bytes", HELD_OUT_BYTES)
     history = [json.loads(line) for line in read_if_there(folder / RETRAININGS).splitlines()]
     seen = seen_by(folder) | {each["data"]: each["parts"] for each in history if each["promoted"]}
     best = _point(folder, history)  # which a call before may have been killed before it did
-    parts = count_parts(options.data) if data.is_store(options.data) else 0
+    parts = count_parts(new) if data.is_store(new) else 0
     past = {each["data"]: each["parts"] for each in history}
-    looked = (seen | (past if options.drift is not None else {})).get(options.data, -1)
+    looked = (seen | (past if options.drift is not None else {})).get(new, -1)
     texts: dict[str, list[Text]] = {
         "old": [(name, 0, parts + 1) for name, parts in seen.items()],
-        "new": [(options.data, looked + 1, parts + 1)],
+        "new": [(new, looked + 1, parts + 1)],
     }
     if looked >= parts:
-        print(f"kept         {best}: there is nothing new in '{options.data}'")
+        print(f"kept         {best}: there is nothing new in '{new}'")
         return exit_codes.DONE
     before = _alone(best, texts, size)
-    told: dict[str, Any] = {"data": options.data, "parts": parts, "promoted": False}
+    told: dict[str, Any] = {"data": new, "parts": parts, "promoted": False}
     told["drift"] = found = drifts(before)
     counts = [len(before[name][0]) for name in ("old", "new")]
     print("held out     {:,} old documents and {:,} new ones".format(*counts))
@@ -94,7 +99,7 @@ def run_retrain(options: RetrainOptions, rest: list[str]) -> int:
     if options.drift is not None and not any(d.exceeds(options.drift) for d in found.values()):
         why = f"no drift is at least {options.drift:g} and more than chance"
         return _decided(folder, history, told | {"why": why})
-    run_dir = folder / RETRAINED / f"{1 + sum('run' in each for each in history):04d}"
+    run_dir = _next_run(folder, options.data, {each.get("run") for each in history})
     line = [sys.executable, "-m", options.experiment, "--init-from", best, *flags]
     line += ["--run-dir", str(run_dir), "--auto-resume"]
     print(f"training     {shlex.join(line[1:])}", flush=True)
@@ -106,21 +111,37 @@ def run_retrain(options: RetrainOptions, rest: list[str]) -> int:
     return _decided(folder, history, told)
 
 
+def _next_run(folder: epath.Path, name: str, decided: set[str | None]) -> epath.Path:
+    """The folder of the next training: one that was interrupted on the same data, or a new one."""
+    for number in itertools.count(1):
+        run_dir = folder / RETRAINED / f"{number:04d}"
+        record = read_record(run_dir) or {"flags": {"data": name}}
+        if str(run_dir) not in decided and record["flags"]["data"] == name:
+            return run_dir
+
+
 def seen_by(run: epath.Path) -> dict[str, int]:
     """Returns the data that a run was trained on, and how many appended parts of it it has seen:
     by its last watermark, or by its fingerprint of the text."""
     record = read_record(run) or {}
     if (name := record.get("flags", {}).get("data")) is None:
         raise ValueError(f"'{run}' is not a run of text with --data: give the folder of one")
-    if not data.is_store(name):
+    if not data.is_store(name := place(name)):
         return {name: 0}
     if lines := read_if_there(run / WATERMARKS).splitlines():
         return {name: json.loads(lines[-1])["parts"]}
-    text, most = record.get("provenance", {}).get("text"), count_parts(name)
-    sides = [data.open_store(name, parts=n).corpus().fingerprint for n in range(most + 1)]
-    if text not in sides:
+    if (
+        parts := data.open_store(name).parts_with(record.get("provenance", {}).get("text"))
+    ) is None:
         raise ValueError(f"the token store '{name}' is not as '{run}' has read it: copy it back")
-    return {name: sides.index(text)}
+    return {name: parts}
+
+
+def place(name: str) -> str:
+    """Returns the whole path of a store, file or folder on this disk, so that no other spelling is
+    taken for other text; any other data as it is."""
+    elsewhere = name == "python" or is_remote(name) or not exists(as_path(name))
+    return name if elsewhere else os.path.realpath(name)
 
 
 def measure(

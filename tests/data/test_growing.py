@@ -1,5 +1,6 @@
 """Stores that grow while a run reads them: what a step sees follows from the seed and the log."""
 
+import dataclasses
 import json
 import os
 import threading
@@ -189,6 +190,21 @@ def test_what_cannot_grow_is_refused(store, tmp_path):
         config = flags(store, tmp_path / "run")
         with pytest.raises(ValueError, match=told):
             gpt.build(type(config)(**{**vars(config), **given}))
+
+
+def test_a_run_to_resume_reads_a_store_as_it_was_at_the_start(store, tmp_path):
+    """Whether it grows from now on or not: by the fingerprint in the run's folder."""
+    data.append_store(some(1), store)
+    text = data.open_store(store).corpus().fingerprint
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text(json.dumps({"provenance": {"text": text}}))
+    data.append_store(some(2), store)
+    for every in (0, 5):
+        config = flags(store, tmp_path / "run", resume=True)
+        experiment = gpt.build(dataclasses.replace(config, grow_every=every))
+        assert experiment.metadata.fingerprints["text"] == text
+    assert experiment.data.watermarks.first.parts == 1
+    assert experiment.data.watermarks.at(5).parts == 2
 
 
 @pytest.mark.slow

@@ -123,7 +123,18 @@ def test_a_training_that_fails_decides_nothing(run, asked, tmp_path, capsys):
     call = ("retrain", "experiments.gpt", "--run", str(run), "--data", texts(tmp_path / "b", "b"))
     assert command(capsys, *call)[0] == 75
     assert not (run / RETRAININGS).exists()
+    begun = run / retrain.RETRAINED / "0001"
+    begun.mkdir(parents=True)
+    (begun / "config.json").write_text(json.dumps({"flags": {"data": call[-1]}}))
+    other = (*call[:-1], texts(tmp_path / "c", "b"))
+    command(capsys, *call), command(capsys, *other)  # the first goes on, the other is another run
+    assert [line[line.index("--run-dir") + 1][-4:] for line in asked.lines] == [
+        "0001",
+        "0001",
+        "0002",
+    ]
     assert "leave it out" in refused(capsys, *call, "--resume")
+    assert "--drift is nan" in refused(capsys, *call, "--drift", "nan")
     told = refused(capsys, *call[:2], "--run", str(tmp_path / "b"), "--data", "python")
     assert "is not a run of text" in told
     assert not (tmp_path / "b" / PROMOTED).exists()
@@ -139,6 +150,14 @@ def test_what_a_run_has_seen_of_a_store_that_grew(run, tmp_path):
     assert retrain.seen_by(run) == {str(store): 0}
     (run / "watermarks.jsonl").write_text('{"step": 0, "parts": 0}\n{"step": 9, "parts": 1}\n')
     assert retrain.seen_by(run) == {str(store): 1}
+
+
+def test_another_spelling_of_a_path_is_no_new_text(run, asked, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = ("retrain", "experiments.gpt", "--run", str(run), "--data")
+    for name in ("a", "./a/", str(tmp_path / "a")):
+        assert "nothing new in" in command(capsys, *call, name)[1]
+    assert not asked.lines
 
 
 def test_changes_are_weighted_by_tokens_and_paired():
