@@ -22,7 +22,7 @@ from jaxtrain.host.paths import cache_folder
 @dataclasses.dataclass(frozen=True)
 class Config(Rounds):
     """Random batches of a store in S3, once with nothing kept and once with all of it on the disk,
-    against those of a store on a disk. It needs moto and s3fs (the extra oracle)."""
+    against those of a store on a disk. It needs moto and s3fs (the extra servers)."""
 
     tokens: int = 8_000_000
     """Tokens of the store."""

@@ -27,7 +27,7 @@ from tests.run.checkpoints.test_checkpointer import TWO_PROCESSES
 from tests.run.survive.processes import Process, free_port, together
 from tests.waiting import eventually
 
-# Of the extra oracle; looked for without importing them, as everyday runs collect this file too.
+# Of the extra servers; looked for without importing them, as everyday runs collect this file too.
 SERVERS = ("moto", "s3fs", "gcsfs", "gcp_storage_emulator")
 MISSING = [name for name in SERVERS if importlib.util.find_spec(name) is None]
 pytestmark = [
