@@ -49,8 +49,8 @@ def activate(
     On a GPU the backward pass adds and activates again: XLA would keep the sums with the biases,
     and a float32 array, which are written and read besides the products.
 
-    >>> activate("relu", [jnp.array([-1.0, 2.0])], [jnp.array([3.0, 0.5])])
-    Array([2. , 2.5], dtype=float32)
+    >>> activate("relu", [jnp.array([[-1.0, 2.0]])], [jnp.array([3.0, 0.5])])
+    Array([[2. , 2.5]], dtype=float32)
     """
 
     def of(products, biases):

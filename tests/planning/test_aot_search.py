@@ -162,5 +162,6 @@ def test_a_search_compiles_its_best_and_shows_the_error():
 def test_llama_7b_on_64_chips_of_v5p():
     needs("libtpu", "TPU")
     config = experiment_gpt.Config(model="llama-7b", global_batch=512)
-    found = search(experiment_gpt.outline, config, parse_target("v5p:4x4x4"), compile_best=1)
+    target = parse_target("v5p:4x4x4")
+    found = search(experiment_gpt.outline, config, target, compile_best=1, seconds=240)
     assert all(row.problem is None and abs(row.error) <= TOLERANCE for row in found.rows)

@@ -160,7 +160,7 @@ def train_with(texts, flags):
         ("--global-batch", "99999999999999999999", "--global-batch is 99999999999999999999"),
         ("--mesh.tensor", "0", "tensor"),
         ("--layers", "99999999999999999999", "layers=99999999999999999999"),
-        ("--run-dir", "http://x/y", "is in http://, where no checkpoint can be written"),
+        ("--run-dir", "http://x/y", "is in no storage known here (http://)"),
         ("--run-dir", "/dev/null/run", "Not a directory"),
         ("--resume", "--overwrite", "--resume continues a run and --overwrite deletes it"),
         ("--save-every", "-1", "`save_every` is -1"),

@@ -37,7 +37,7 @@ class Stub:
 
     def of(self, experiment):
         self.steps, self.stack = experiment.steps, experiment.stack
-        self.metadata = experiment.metadata
+        self.metadata, self.data = experiment.metadata, experiment.data
 
     def before_save(self):
         """Replaced by a test."""
