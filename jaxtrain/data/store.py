@@ -98,8 +98,9 @@ class Store:
         files, counts = zip(*about["shards"], strict=True) if about["shards"] else ((), ())
         paths = [self.path / file for file in files]
         dtype, below = np.dtype(self.manifest["dtype"]), self.manifest["tokenizer"]["vocab_size"]
+        read = self._read_of(name)
         corpus = Corpus(
-            MappedTokens(paths, counts, dtype, owner=self, below=below, read=self._read_of(name)),
+            MappedTokens(paths, counts, dtype, owner=self, below=below, read=read),
             self._starts(name, sum(counts)),
             about["bytes"],
             about["text"],
@@ -108,7 +109,6 @@ class Store:
         if "counted" not in about:
             return corpus
         paths = [path.with_suffix(COUNTS) for path in paths]
-        read = self._read_of(name)
         marked = MappedTokens(paths, counts, np.dtype(np.uint8), below=2, read=read)
         return dataclasses.replace(corpus, counts=marked)
 
