@@ -30,15 +30,16 @@ from jaxtrain.hf import command as hf
 from jaxtrain.hf import export_command as export
 from jaxtrain.hf import shrink_command as shrink
 from jaxtrain.host import output, quiet
+from jaxtrain.host.links import BETWEEN
 from jaxtrain.host.paths import check_on_disk
 from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.landscape import command as landscape
 from jaxtrain.layout import Layout
 from jaxtrain.planning import by_layer, nearest_fit, search
 from jaxtrain.planning.ahead_of_time import plan_experiment
-from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu
+from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu, with_links
 from jaxtrain.predict import command as predict
-from jaxtrain.run import launch, parameter_server, replay, verify
+from jaxtrain.run import check_hosts, launch, parameter_server, replay, verify
 from jaxtrain.run.main import Config, build_experiment, load_config, typed_fields
 from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
@@ -302,6 +303,10 @@ class PlanOptions:
     dcn_gbps: float | None = None
     """Gb/s of one device's share of the network between hosts (of TPUs: between slices); left out,
     the published figure, which the report prints."""
+    links: Path | None = None
+    """File of `jaxtrain check-hosts --out`: collectives take as long as it has measured, and not as
+    published figures say. Without it in a class of links (within a host, between hosts), that class
+    keeps the published figure."""
     tokens: float | None = None
     """Tokens to train on: the search says how many days the best layout takes for them."""
     price: float | None = None
@@ -311,6 +316,10 @@ class PlanOptions:
 def run_plan(options: PlanOptions, rest: list[str]) -> int:
     """Prints the plan, with a change where it does not fit, or the search; 1 where nothing fits."""
     target = parse_target(options.target, slices=options.slices, dcn_gbps=options.dcn_gbps)
+    if options.links is not None:
+        target = with_links(target, options.links)
+        if options.dcn_gbps is not None and target.chip.measured.get(BETWEEN):
+            raise ValueError("--links has measured the network and --dcn-gbps states it: give one")
     if options.search and options.save_hlo is not None:
         raise ValueError("--save-hlo saves one program and --search compiles several: give one")
     for name in ("search", "by_layer", "save_hlo") if options.serve is not None else ():
@@ -411,6 +420,7 @@ COMMANDS = {
     "asynchronous": Command(
         parameter_server.AsynchronousOptions, parameter_server.run_asynchronous, passes_on=True
     ),
+    "check-hosts": Command(check_hosts.CheckHostsOptions, check_hosts.run_check_hosts),
     "launch": Command(launch.LaunchOptions, launch.run_launch, passes_on=True),
 }
 

@@ -74,7 +74,7 @@ landscape study cli __main__
 """
 RUN_FLOORS = """
 hook folder refusal membership launch checkpoints survive provenance receipts observe options
-context trained hooks loop main replay verify parameter_server
+context trained hooks loop main replay verify parameter_server check_hosts
 """
 
 
@@ -123,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 78469
+CEILING = 79115
 
 
 def test_the_house_does_not_grow_unseen():

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxtrain.host.links import Link
+
 GIB = 2**30
 
 # Dense peak FLOP/s of one device, by what JAX calls the device and by the operands' dtype.
@@ -71,6 +73,8 @@ class Chip:
         lets it skip), ``"memory"`` and ``"links"``.
       cores_per_chip: JAX devices per chip as it is sold; topologies count chips.
       watts: what its board takes at most; None where it is not published.
+      measured: links as ``jaxtrain check-hosts`` has measured them, which take precedence over
+        ``link_bytes_per_s``, ``dcn_bytes_per_s`` and the efficiency of ``"links"``.
     """
 
     name: str
@@ -87,6 +91,7 @@ class Chip:
     efficiency: Mapping[str, float] = dataclasses.field(default_factory=dict)
     cores_per_chip: int = 1
     watts: float | None = None
+    measured: Mapping[str, Mapping[str, Link]] = dataclasses.field(default_factory=dict)
 
     def peak_flops(self, dtype: Any) -> float | None:
         """Dense peak FLOP/s for operands of a dtype, or None where it is not known."""
@@ -98,10 +103,17 @@ class Chip:
         gigabytes = (self.hbm_bytes_per_s / 1e9, self.link_bytes_per_s / 1e9 * self.links)
         network = self.dcn_bytes_per_s * 8 / 1e9
         efficient = ", ".join(f"{kind} {share:.0%}" for kind, share in self.efficiency.items())
+        measured = ""
+        for where, of in self.measured.items():
+            told = (
+                f"{kind} {link.bytes_per_s / 1e9:,.4g} GB/s + {1e6 * link.seconds:,.4g} us"
+                for kind, link in of.items()
+            )
+            measured += f"; links {where} hosts, as measured (--links): {', '.join(told)}"
         return (
             f"{gigabytes[0]:,.0f} GB/s of memory, {gigabytes[1]:,.0f} GB/s along a mesh axis and "
             f"{network:,.0f} Gb/s between {'slices' if self.kind == 'tpu' else 'hosts'} per device "
-            f"(--dcn-gbps), of which are reached: {efficient}"
+            f"(--dcn-gbps), of which are reached: {efficient}{measured}"
         )
 
 

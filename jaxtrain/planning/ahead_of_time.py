@@ -307,12 +307,14 @@ def as_scheduled(roofline: Prediction, program: Program, target: Target, steps: 
 
 def wires(
     collectives: tuple[Collective, ...],
-) -> Mapping[tuple[str, tuple[str, ...]], tuple[float, float]]:
-    """Bytes that one device sends, and those that cross the slow network, by kind and axes."""
-    found: dict[tuple[str, tuple[str, ...]], tuple[float, float]] = {}
+) -> Mapping[tuple[str, tuple[str, ...]], tuple[float, ...]]:
+    """Bytes that one device sends, those that cross the slow network, and in how many collectives,
+    by kind and axes."""
+    found: dict[tuple[str, tuple[str, ...]], tuple[float, ...]] = {}
     for row in summarize(collectives):
-        sent, crossing = found.get((row.kind, row.axes), (0.0, 0.0))
-        found[row.kind, row.axes] = sent + row.sent, crossing + row.crossing
+        sent, crossing, times = found.get((row.kind, row.axes), (0.0, 0.0, 0.0))
+        more = sent + row.sent, crossing + row.crossing, times + row.executions
+        found[row.kind, row.axes] = more
     return found
 
 
@@ -359,13 +361,14 @@ def summarize(
     for (kind, axes, _), group in groups.items():
         bytes_sent = sum(c.executions * c.sent for c in group)
         crossing, seconds = sum(c.executions * c.crossing for c in group), None
+        executions = sum(c.executions * c.share for c in group)
         if target is not None and target.chip.link_bytes_per_s is not None:
-            seconds = sum(wire_seconds(kind, bytes_sent, crossing, target.chip))
+            seconds = sum(wire_seconds(kind, bytes_sent, crossing, target.chip, executions))
         rows.append(
             Traffic(
                 kind=kind,
                 axes=axes,
-                executions=sum(c.executions * c.share for c in group),
+                executions=executions,
                 smallest=min(c.payload for c in group),
                 largest=max(c.payload for c in group),
                 payload=sum(c.executions * c.share * c.payload for c in group),

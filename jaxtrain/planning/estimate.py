@@ -262,12 +262,13 @@ def abstract_mesh(
 
 
 def predict(
-    estimated: Estimate, target: Target, wires: Mapping[tuple, tuple[float, float]] | None = None
+    estimated: Estimate, target: Target, wires: Mapping[tuple, tuple[float, ...]] | None = None
 ) -> Prediction | None:
     """Predicts the time of a step (:mod:`.roofline`); None where the chip's peaks are not known.
 
-    ``wires`` are the bytes that one device sends by a compiled program, and those of them that
-    cross the slow network, by kind and axes, in place of what the estimate says.
+    ``wires`` are the bytes that one device sends by a compiled program, those of them that cross
+    the slow network, and the number of collectives, by kind and axes, in place of what the estimate
+    says.
     """
     chip, cost = target.chip, estimated.cost
     if chip.hbm_bytes_per_s is None:
@@ -285,12 +286,12 @@ def predict(
     if wires is None:
         slow = estimated.slow or slow_of(estimated.mesh, target.devices_per_island)
         wires = {
-            (kind, axes): (sent, crossing_bytes(kind, axes, sent, estimated.mesh, slow))
-            for (kind, axes), sent in cost.wire_bytes.items()
+            key: (sent, crossing_bytes(*key, sent, estimated.mesh, slow), cost.wire_times[key])
+            for key, sent in cost.wire_bytes.items()
         }
     interconnect, network = collections.Counter(), collections.Counter()
-    for (kind, axes), (sent, crossing) in wires.items():
-        fast, slow_seconds = wire_seconds(kind, sent, crossing, chip)
+    for (kind, axes), (sent, crossing, times) in wires.items():
+        fast, slow_seconds = wire_seconds(kind, sent, crossing, chip, times)
         interconnect["+".join(axes)] += fast
         network["+".join(axes)] += slow_seconds
     products, rest = cost.product_bytes / memory, cost.other_bytes / memory

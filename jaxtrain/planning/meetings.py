@@ -75,5 +75,5 @@ def meetings_of(program: Program, target: Target, every: int) -> Meetings:
         fast += times * (c.sent - c.crossing)
         crossing += times * c.crossing
         if known:
-            seconds += times * sum(wire_seconds(c.kind, c.sent, c.crossing, target.chip))
+            seconds += times * sum(wire_seconds(c.kind, c.sent, c.crossing, target.chip, 1.0))
     return Meetings(every, fast, crossing, seconds if known else None)

@@ -38,6 +38,7 @@ class Cost:
       product_bytes: bytes that products and kernels read and write in the device's memory.
       other_bytes: bytes that everything else reads and writes, unless it is fused away.
       wire_bytes: bytes that one device sends, by (kind of collective, mesh axes).
+      wire_times: collectives that it sends them in, by the same.
       unknown: primitives whose operations are not known, see :class:`.flops.Flops`.
     """
 
@@ -46,6 +47,7 @@ class Cost:
     product_bytes: float = 0.0
     other_bytes: float = 0.0
     wire_bytes: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    wire_times: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     unknown: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -55,7 +57,7 @@ class Cost:
 
     def add(self, other: "Cost", times: float = 1.0) -> None:
         """Adds another cost, ``times`` over."""
-        for name in ("flops", "hot_flops", "wire_bytes"):
+        for name in ("flops", "hot_flops", "wire_bytes", "wire_times"):
             mine = getattr(self, name)
             for key, value in getattr(other, name).items():
                 mine[key] += value * times
@@ -138,6 +140,7 @@ class Partitioner:
         """
         if (n := self.parts(axes)) > 1:
             self.cost.wire_bytes[kind, axes] += times * ring_share(kind, n) * size
+            self.cost.wire_times[kind, axes] += times
 
     def reshard(self, value: Value, spec: Spec) -> int:
         """Lays a value out anew, and returns the bytes of a gathered copy (0 for none)."""

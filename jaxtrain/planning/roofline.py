@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping
 
 from jaxtrain.host.chips import Chip
+from jaxtrain.host.links import BETWEEN, WITHIN, Link
 
 OVERLAPPED = frozenset(["data", "fsdp"])
 
@@ -148,20 +149,35 @@ def network_share(kind: str, group: int, islands: int) -> float:
     return (islands - 1) / (group - 1)
 
 
-def wire_seconds(kind: str, sent: float, crossing: float, chip: Chip) -> tuple[float, float]:
-    """Seconds of a collective over the fast links, and over the network, at the bandwidths and the
-    chip's stated efficiency on them.
+# Kinds that are not measured, by one that is and sends as a ring does, or to one neighbour.
+_MEASURED_AS = {"all-to-all": "all-gather", "collective-broadcast": "collective-permute"}
+
+
+def wire_seconds(
+    kind: str, sent: float, crossing: float, chip: Chip, times: float = 1.0
+) -> tuple[float, float]:
+    """Seconds of collectives over the fast links, and over the network: as measured, where the chip
+    says so, or at the bandwidths and the chip's stated efficiency on them, without latency.
 
     Within an island it is a ring: on TPUs both ways round one axis of the torus, on GPUs through
-    all NVLinks. A permutation sends its payload over one link. Latency is not counted.
+    all NVLinks. A permutation sends its payload over one link.
 
     Args:
       sent: bytes that one device sends in a ring (:func:`ring_share`).
       crossing: those of them that cross the slow network (:func:`network_share`).
+      times: the number of collectives that send them.
     """
     links = 1 if kind == "collective-permute" else chip.links
-    fast = (sent - crossing) / (links * chip.link_bytes_per_s * chip.efficiency["links"])
-    return fast, crossing / (chip.dcn_bytes_per_s * chip.efficiency["links"])
+    shares = {
+        WITHIN: (sent - crossing, links * chip.link_bytes_per_s),
+        BETWEEN: (crossing, chip.dcn_bytes_per_s),
+    }
+    seconds = []
+    for where, (bytes_, rate) in shares.items():
+        link = chip.measured.get(where, {}).get(_MEASURED_AS.get(kind, kind))
+        link = link or Link(0.0, rate * chip.efficiency["links"])
+        seconds.append(times * link.seconds + bytes_ / link.bytes_per_s if bytes_ else 0.0)
+    return seconds[0], seconds[1]
 
 
 def crossing_bytes(

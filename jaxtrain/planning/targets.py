@@ -18,6 +18,7 @@ import jax
 from jax.experimental import topologies
 
 from jaxtrain.host.chips import CHIPS, Chip
+from jaxtrain.host.links import read_links
 from jaxtrain.host.quiet import has_tpu, quiet
 
 GPU_TARGETS = pathlib.Path(__file__).parent / "gpu_targets"
@@ -132,6 +133,19 @@ def parse_target(text: str, *, slices: int = 1, dcn_gbps: float | None = None) -
     if slices < 1 or (slices > 1 and chip.kind != "tpu"):
         raise ValueError(f"{slices} slices of {text!r}: only TPU targets have slices, at least 1")
     return Target(f"{name}:{layout}", chip, sizes, slices)
+
+
+def with_links(target: Target, path: os.PathLike) -> Target:
+    """Returns a target whose links take as long as ``jaxtrain check-hosts`` has measured. Raises
+    ValueError where they were measured on another chip."""
+    found = read_links(path)
+    if found.device_kind != target.chip.device_kind or target.chip.kind == "cpu":
+        raise ValueError(
+            f"`links` was measured on {found.device_kind!r} and the target is {target}: measure "
+            f"on a TPU or GPU of the target's kind, {target.chip.device_kind!r}"
+        )
+    chip = dataclasses.replace(target.chip, measured=found.links)
+    return dataclasses.replace(target, chip=chip)
 
 
 def target_of(chip: str, devices: int) -> Target:

@@ -107,7 +107,7 @@ def run_launch(
             host_counts(options),
             name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
             processes=options.processes,
-            meet=lambda: options.coordinator or _own_address(),
+            meet=lambda: options.coordinator or own_address(),
             newest=lambda: newest_step(run_dir),
             grace=options.grace_seconds,
         ) as hosts:
@@ -224,7 +224,7 @@ def _obeying(hosts: Membership, group: "Group") -> Callable[[], None]:
     return watch
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """An address of this host that others reach, if it has any, and a free port."""
     outside = (each for each in distributed.addresses() if not each.startswith("127."))
     return f"{next(outside, '127.0.0.1')}:{free_port()}"

@@ -17,6 +17,7 @@ from jaxtrain.engines.pipeline.balance import weigh
 from jaxtrain.engines.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.experiment import Experiment, no_batches
 from jaxtrain.flops import count_flops
+from jaxtrain.host.links import KINDS, WITHIN, Link
 from jaxtrain.layout import Layout, PipelineLayout
 from jaxtrain.ops.attention import attention
 from jaxtrain.planning.estimate import (
@@ -452,6 +453,12 @@ def test_time_is_work_over_the_published_peaks_and_the_stated_efficiency():
     assert predicted.step_seconds == pytest.approx(max(busy, hidden) + predicted.exposed)
     assert predicted.exposed >= predicted.interconnect["tensor"]
     assert predict(estimated, parse_target("cpu:8")) is None
+    # As measured, each collective has a latency besides.
+    measured = dataclasses.replace(chip, measured={WITHIN: dict.fromkeys(KINDS, Link(1e-5, 1e9))})
+    slower = predict(estimated, dataclasses.replace(target, chip=measured))
+    times = sum(n for (_, axes), n in cost.wire_times.items() if axes == ("tensor",))
+    assert times >= 2 * 2 * 2  # two exchanges of the residual stream in a layer, each way
+    assert slower.interconnect["tensor"] == pytest.approx(times * 1e-5 + tensor / 1e9)
 
 
 def test_a_kernel_keeps_its_scores_out_of_memory():

@@ -1,0 +1,108 @@
+"""`jaxtrain check-hosts` in processes of its own, which compute together over gloo."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtrain.host.links import KINDS, read_links
+from jaxtrain.planning.hlo import read_program
+from jaxtrain.run import check_hosts
+from tests.commands import refused, run
+from tests.run.survive.processes import Process, free_port
+
+# A host of its own, as its name says, and what else is not as it should be.
+PROGRAM = """
+import os, socket, sys
+name, lag, *arguments = sys.argv[1:]
+socket.gethostname = lambda: name
+from jaxtrain import cli
+from jaxtrain.host import roll_call
+now = roll_call.time.time
+roll_call.answer.__kwdefaults__["clock"] = lambda: now() + float(lag)
+sys.exit(cli.main(["check-hosts", *arguments]))
+"""
+
+
+def check(folder, hosts, processes, *flags, lag="0"):
+    """Runs a process on each of these hosts; returns the exit statuses, and what all have said."""
+    address = f"127.0.0.1:{free_port()}"
+    started = []
+    for index, host in enumerate(hosts):
+        given = ["--coordinator", address, "--processes", str(processes)]
+        given += ["--process-id", str(index), *flags]
+        arguments = ["-c", PROGRAM, host, lag if index else "0", *given]
+        started.append(Process(arguments, folder, f"process-{index}"))
+    try:
+        codes = [process.code() for process in started]
+    finally:
+        for process in started:
+            process.end()
+    return codes, started
+
+
+@pytest.mark.slow
+def test_two_hosts_are_measured_and_a_clock_is_wrong(tmp_path):
+    out = tmp_path / "links.json"
+    flags = ["--sizes", "1024", "65536", "4194304", "--out", str(out)]
+    codes, (first, other) = check(tmp_path, ["a", "b"], 2, *flags, lag="9")
+    assert codes == [1, 1], first.errors + other.errors
+    assert "WRONG: the clock of process 1 on b is +9.0" in first.output
+    assert first.output.count("WRONG") == 1
+    assert "WRONG" not in other.output
+    found = read_links(out)
+    (between,) = found.links  # one device on each host: nothing lies within
+    assert between == "between"
+    assert set(found.links[between]) == set(KINDS)
+    for link in found.links[between].values():
+        assert link.seconds < 1
+        assert 1e5 < link.bytes_per_s < 1e11
+    rows = [line.split() for line in first.output.splitlines() if "between hosts" in line]
+    assert [row[2] for row in rows] == list(KINDS)
+
+
+def test_a_process_that_never_comes_is_named(capsys):
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--coordinator", address, "--processes", "2", "--process-id", "0", "--seconds", "1"]
+    status, out, err = run(capsys, "check-hosts", *flags)
+    assert (status, err) == (1, "")
+    assert f"WRONG: process 1 did not come to {address} within 1 s" in out
+    assert "nothing was measured" in out
+    flags[5] = "1"
+    status, out, err = run(capsys, "check-hosts", *flags)
+    assert (status, out) == (1, "")
+    assert f"cannot talk to process 0 at {address}" in err
+
+
+def test_one_device_has_no_links(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "devices", lambda: [jax.local_devices()[0]])
+    status, out, _ = run(capsys, "check-hosts", "--out", str(tmp_path / "links.json"))
+    assert (status, out.splitlines()[-1]) == (0, "one device: it has no links to measure")
+    assert read_links(tmp_path / "links.json").links == {}
+
+
+def test_sizes_that_tell_no_slope_are_refused(capsys):
+    assert "--sizes is (8,): give at least two" in refused(capsys, "check-hosts", "--sizes", "8")
+
+
+def test_processes_with_other_devices_are_named():
+    devices = [SimpleNamespace(process_index=p, device_kind="H") for p in (0, 0, 1, 1, 2)]
+    assert check_hosts._uneven(devices[:4]) is None
+    assert check_hosts._uneven(devices) == (
+        "process 2 has 1 H and the others have 2 H: give all hosts the same devices"
+    )
+
+
+@pytest.mark.parametrize(("axis", "group"), [("data", 2), ("fsdp", 4)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_measured_program_has_its_collective_alone(kind, axis, group):
+    """As compiled: XLA has neither left it out nor made another of it."""
+    mesh = check_hosts.make_links_mesh(2)
+    assert (mesh.shape["data"], mesh.shape["fsdp"]) == (2, 4)
+    program, x, sent = check_hosts.make_program(mesh, axis, kind, 4096)
+    share = {"all-reduce": 2 * (group - 1) / group, "collective-permute": 1.0}
+    assert sent == 4096 * share.get(kind, (group - 1) / group)
+    text = program.lower(x, np.int32(1)).compile().as_text()
+    (found,) = read_program(text, mesh).collectives
+    assert (found.kind, found.axes, found.sent) == (kind, (axis,), sent)
