@@ -4,7 +4,7 @@
 #   pinned.sh EXTRAS VERSIONS
 #
 #   EXTRAS    of the package, such as tpu,text
-#   VERSIONS  a file that outlives this machine (gs://BUCKET/RUN.versions, or on a shared disk). What
+#   VERSIONS  a file that outlives this machine (gs:// or s3://BUCKET/RUN.versions, or on a shared disk). What
 #             it names is what is installed. Where there is none, the newest versions are installed
 #             and written there, by whoever comes first; what is there is never replaced.
 #
@@ -24,7 +24,12 @@ trap 'rm -rf "$scratch"' EXIT
 
 # Prints the versions; fails where there are none, and ends the script where nobody can say.
 read_versions() {
-  if [[ $versions != gs://* ]]; then
+  if [[ $versions == s3://* ]]; then
+    aws s3 cp "$versions" - 2>"$scratch/why" && return
+    [[ $(<"$scratch/why") == *"(404)"* ]] && return 1
+    echo "error: $versions cannot be read: $(<"$scratch/why")" >&2
+    exit 1
+  elif [[ $versions != gs://* ]]; then
     [[ -s $versions ]] && cat "$versions"
   elif found=$(gcloud storage ls "$versions" 2>&1); then
     gcloud storage cat "$versions"
@@ -36,10 +41,17 @@ read_versions() {
   fi
 }
 
-# Both leave alone what is there.
+# All leave alone what is there.
 keep_versions() {
   if [[ $versions == gs://* ]]; then
     gcloud storage cp --no-clobber "$1" "$versions"
+  elif [[ $versions == s3://* ]]; then
+    local path=${versions#s3://}
+    aws s3api put-object --bucket "${path%%/*}" --key "${path#*/}" --body "$1" --if-none-match '*' \
+      >/dev/null 2>"$scratch/why" || [[ $(<"$scratch/why") == *PreconditionFailed* ]] || {
+      cat "$scratch/why" >&2
+      exit 1
+    }
   else
     mkdir -p "$(dirname "$versions")"
     # Whole or not at all, under its name; an empty file is nobody's.

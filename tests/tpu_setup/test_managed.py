@@ -108,6 +108,19 @@ case $2 in
   cp) [[ $3 == --no-clobber ]]; mkdir -p "$(dirname "$file")"; cp -n "$4" "$file" ;;
 esac""",
         )
+        # As AWS's own (1.46) answers; s3 cp URL -, s3api put-object --bucket B --key K --body FILE.
+        self.program(
+            "aws",
+            f"""if [[ -e {folder}/down ]]; then echo no route >&2; exit 1; fi
+if [[ $1 == s3 ]]; then file={folder}/bucket/${{3#s3://}}
+  [[ -e $file ]] || {{ echo "(404) when calling the HeadObject operation" >&2; exit 1; }}
+  cat "$file"
+else file={folder}/bucket/$4/$6; mkdir -p "$(dirname "$file")"
+  [[ $9 == --if-none-match ]]
+  [[ ! -e $file ]] || {{ echo "(PreconditionFailed) when calling" >&2; exit 254; }}
+  cp "$8" "$file"
+fi""",
+        )
 
     def program(self, name, body):
         (self.folder / "bin" / name).write_text(f"#!/bin/bash\nset -e\n{body}\n")
@@ -124,11 +137,13 @@ esac""",
         return [call for call in calls if call.startswith("pip install")]
 
 
-@pytest.mark.parametrize("versions", ["gs://b/run.versions", "{folder}/shared/run.versions"])
+@pytest.mark.parametrize(
+    "versions", ["gs://b/run.versions", "s3://b/run.versions", "{folder}/shared/run.versions"]
+)
 def test_what_a_run_began_with_is_what_every_attempt_installs(versions, tmp_path):
     host, versions = Host(tmp_path), versions.format(folder=tmp_path)
     path = tmp_path / "bucket" / "b" / "run.versions"
-    path = path if versions.startswith("gs:") else pathlib.Path(versions)
+    path = path if "://" in versions else pathlib.Path(versions)
     (first,) = host.install(versions, "jax==1\nnumpy @ file:///x\n")
     assert host.done.returncode == 0, host.done.stderr
     assert first.endswith("[tpu,text]")
@@ -138,7 +153,8 @@ def test_what_a_run_began_with_is_what_every_attempt_installs(versions, tmp_path
     assert path.read_text() == "jax==1\n"
 
 
-def test_whoever_comes_first_decides_the_versions_of_all_hosts(tmp_path):
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_whoever_comes_first_decides_the_versions_of_all_hosts(scheme, tmp_path):
     host = Host(tmp_path)
     path = tmp_path / "bucket" / "b" / "run.versions"
     path.parent.mkdir()
@@ -148,7 +164,7 @@ def test_whoever_comes_first_decides_the_versions_of_all_hosts(tmp_path):
         f'echo "$@" >> {tmp_path}/calls; [[ $2 != freeze ]] || {{ echo jax==2; '
         f"echo jax==1 > {path}; }}",
     )
-    newest, theirs = host.install("gs://b/run.versions", "")
+    newest, theirs = host.install(f"{scheme}://b/run.versions", "")
     assert host.done.returncode == 0, host.done.stderr
     assert " -c " not in newest
     assert " -c " in theirs
@@ -180,12 +196,13 @@ def test_half_of_the_versions_is_never_found_on_a_shared_disk(tmp_path):
     assert not path.exists() or path.stat().st_size == 0
 
 
-def test_nothing_is_installed_where_nobody_can_say_which_versions(tmp_path):
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_nothing_is_installed_where_nobody_can_say_which_versions(scheme, tmp_path):
     host = Host(tmp_path)
     (tmp_path / "down").touch()
-    assert host.install("gs://b/run.versions", "jax==2\n") == []
+    assert host.install(f"{scheme}://b/run.versions", "jax==2\n") == []
     assert host.done.returncode == 1
-    assert "gs://b/run.versions cannot be read: no route" in host.done.stderr
+    assert f"{scheme}://b/run.versions cannot be read: no route" in host.done.stderr
 
 
 def xpk_line(*words):
