@@ -11,6 +11,7 @@ import shutil
 import string
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -35,6 +36,15 @@ GIVEN = {
     "DATA": "gs://bucket/text",
     "TOKENIZER": "gs://bucket/tokenizer.json",
     "RDMA": "rdma/hca_shared_devices_a",
+    "RDMA_COUNT": "1",
+}
+# What trains: each has pods of one template.
+TRAINING = [*MANIFESTS, "job-elastic.yaml", "trainjob.yaml", "rayjob.yaml"]
+# What Kubeflow's Trainer sets in a pod, by its policy `jax`, for pod 1 of 2.
+TRAINER = {
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "1",
+    "JAX_COORDINATOR_ADDRESS": "host0:29500",
 }
 
 
@@ -51,12 +61,34 @@ def gpu_env(**already):
     return {n: v for n, v in pairs.items() if n.startswith(("XLA", "NCCL"))}
 
 
-def load(name):
-    """A manifest, filled in as its first lines say."""
+def load_all(name, **given):
+    """The documents of a manifest, filled in as its first lines say."""
     yaml = pytest.importorskip("yaml", reason="needs pyyaml: pip install 'jaxtrain[test]'")
     text = (FOLDER / "kubernetes" / name).read_text()
-    filled = string.Template(text.replace("$(", "$$(")).substitute(**GIVEN, **gpu_env())
-    return yaml.safe_load(filled)
+    filled = string.Template(text.replace("$(", "$$(")).substitute(GIVEN | gpu_env() | given)
+    return list(yaml.safe_load_all(filled))
+
+
+def load(name):
+    (manifest,) = load_all(name)
+    return manifest
+
+
+def pod_of(name):
+    """The pod template of a training manifest, and what its container runs, as words."""
+    first, *others = load_all(name)
+    if name == "rayjob.yaml":
+        (workers,) = first["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+        return workers["template"], first["spec"]["entrypoint"].split()
+    if name == "job-elastic.yaml":
+        template = first["spec"]["template"]
+    elif name == "trainjob.yaml":
+        template = job_of({"spec": first["spec"]["template"]["spec"]})[1]["template"]
+        text = " ".join(others[0]["spec"]["trainer"]["args"])
+        return template, re.sub(r"\$\((\w+)\)", lambda name: TRAINER[name[1]], text).split()
+    else:
+        template = job_of(first)[1]["template"]
+    return template, template["spec"]["containers"][0]["args"]
 
 
 def validate(manifest):
@@ -155,7 +187,8 @@ def test_the_gpu_manifest_launches_a_process_per_gpu_and_names_where_they_meet()
     assert program == "jaxtrain"
     arguments = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in arguments]
     options, command = cli.parse(arguments)
-    jobset, port = manifest["metadata"]["name"], container["ports"][0]["containerPort"]
+    jobset, ports = manifest["metadata"]["name"], container["ports"]
+    (port,) = (p["containerPort"] for p in ports if p["name"] == "coordinator")
     pod = f"{jobset}-{replicated['name']}-0-0.{jobset}"
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert options == LaunchOptions(
@@ -203,6 +236,175 @@ def test_the_elastic_manifest_launches_on_whatever_pods_there_are():
     assert job["completions"] == job["parallelism"]
     same = ("env", "image", "resources", "securityContext", "volumeMounts")
     assert all(container[name] == container_of(fixed)[name] for name in same)
+
+
+def test_other_manifests_follow_the_schemas_of_their_resources():
+    jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
+    schemas = json.loads(pathlib.Path(__file__).with_name("crd_schemas.json").read_text())
+    pods = json.loads(pathlib.Path(__file__).with_name("jobset_schema.json").read_text())
+    found = set()
+    for name in ("trainjob.yaml", "rayjob.yaml", "monitor.yaml"):
+        for document in load_all(name):
+            found.add(document["kind"])
+            validator = jsonschema.Draft202012Validator(schemas[document["kind"]])
+            assert list(validator.iter_errors(document)) == []
+            document["spec"]["invented"] = 1
+            assert len(list(validator.iter_errors(document))) == 1
+    assert found == schemas.keys() - {"$comment"}
+    for name in ("trainjob.yaml", "rayjob.yaml"):
+        pod = jsonschema.Draft202012Validator({"$ref": "#/$defs/pod", "$defs": pods["$defs"]})
+        # KubeRay sets the policy itself.
+        spec = {"restartPolicy": "Never"} | pod_of(name)[0]["spec"]
+        assert [error.message for error in pod.iter_errors(spec)] == []
+    runtime = load_all("trainjob.yaml")[0]["spec"]["template"]["spec"]
+    jobset = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "spec": runtime}
+    assert validate(jobset | {"metadata": {"name": "a"}}) == []
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_prometheus_finds_the_metrics_of_every_training_pod(name):
+    template, words = pod_of(name)
+    training, serving = load_all("monitor.yaml")
+    assert (
+        training["spec"]["selector"]["matchLabels"].items()
+        <= template["metadata"]["labels"].items()
+    )
+    (endpoint,) = training["spec"]["podMetricsEndpoints"]
+    (container,) = template["spec"]["containers"]
+    (port,) = (p for p in container["ports"] if p["name"] == endpoint["port"])
+    assert f"prometheus=0.0.0.0:{port['containerPort']}" in words
+    deployment = (FOLDER / "kubernetes" / "serve.yaml").read_text()
+    (label,) = serving["spec"]["selector"]["matchLabels"].values()
+    assert f"      labels:\n        app: {label}\n" in deployment
+    assert f"- name: {serving['spec']['podMetricsEndpoints'][0]['port']}\n" in deployment
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_every_training_pod_has_the_volumes_of_data_and_cache(name):
+    spec = pod_of(name)[0]["spec"]
+    (container,) = spec["containers"]
+    claims = {claim["metadata"]["name"] for claim in load_all("volumes.yaml", STORAGE_CLASS="nfs")}
+    named = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"][:2]}
+    assert set(named.values()) == claims
+    mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+    assert (mounts["data"]["mountPath"], mounts["data"]["readOnly"]) == ("/data", True)
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    places = {environment[n] for n in ("JAX_COMPILATION_CACHE_DIR", "XDG_CACHE_HOME")}
+    assert places == {mounts["cache"]["mountPath"]}
+
+
+@pytest.mark.parametrize("name", ["trainjob.yaml", "rayjob.yaml"])
+def test_kubeflow_and_ray_start_the_launcher_on_every_host(name):
+    template, words = pod_of(name)
+    documents = load_all(name)
+    at = words.index("experiments.gpt")
+    config = parse(Config, words[at + 1 :])
+    assert words[at - 2 : at] == ["python", "-m"]
+    assert (config.data, config.tokenizer) == (GIVEN["DATA"], GIVEN["TOKENIZER"])
+    assert config.run.auto_resume
+    if name == "trainjob.yaml":
+        runtime, job = documents
+        options, _ = cli.parse(words[1:])
+        gpus = job["spec"]["trainer"]["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+        hosts = job["spec"]["trainer"]["numNodes"]
+        given = {"hosts": 2, "host_index": 1, "coordinator": "host0:29500"}
+        assert options == LaunchOptions(processes=gpus, **given)
+        assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+        (rule,) = job_of({"spec": runtime["spec"]["template"]["spec"]})[1]["podFailurePolicy"][
+            "rules"
+        ]
+        fixed = job_of(load("jobset-gpu.yaml"))[1]["podFailurePolicy"]["rules"][2]
+        assert rule["onExitCodes"]["values"] == fixed["onExitCodes"]["values"]
+    else:
+        (group,) = documents[0]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+        hosts = group["replicas"]
+        gpus = template["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+        assert words[1].removeprefix("/jaxtrain/") == "tpu_setup/ray/launch.py"
+        assert words[2:7] == ["--hosts", str(hosts), "--processes", str(gpus), "--"]
+    assert config.layout.mesh.data * config.layout.mesh.fsdp == gpus * hosts
+    assert config.layout.mesh.dcn_data == hosts
+
+
+@pytest.mark.parametrize("name", [*TRAINING, "serve.yaml", "efa.yaml"])
+def test_the_image_has_the_extras_that_a_manifest_passes(name):
+    """By what its lines name; a build line of the Dockerfile has them all, and no unknown one."""
+    text = (FOLDER / "kubernetes" / name).read_text()
+    needed = {
+        "google.com/tpu": "tpu",
+        "nvidia.com/gpu": "cuda12",
+        "gs://": "gcs",
+        "s3://": "s3",
+        "tokenizer.json": "text",
+        "ray.io": "ray",
+        "- serve\n": "serve",
+        "of the Hugging Face hub": "hub",
+    }
+    wanted = {extra for word, extra in needed.items() if word in text}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    dockerfile = (FOLDER / "kubernetes" / "Dockerfile").read_text()
+    lines = [set(line.split(",")) for line in re.findall(r"EXTRAS=(\S+)", dockerfile)]
+    assert all(line <= extras.keys() for line in lines)
+    whole = [line | inner(extras, line) for line in lines]
+    assert any(wanted <= line for line in whole), (wanted, lines)
+
+
+def inner(extras, names):
+    """The extras of jaxtrain that these bring along."""
+    found = re.findall(r"jaxtrain\[([\w,]+)\]", " ".join(d for name in names for d in extras[name]))
+    return {name for each in found for name in each.split(",")}
+
+
+def test_the_patch_for_aws_fits_the_gpu_manifest():
+    (patch,) = load_all("efa.yaml")
+    manifest = load_all("jobset-gpu.yaml", RDMA="vpc.amazonaws.com/efa", RDMA_COUNT="32")[0]
+    for each in patch:
+        *parents, last = each["path"].strip("/").split("/")
+        place = manifest
+        for part in parents:
+            place = place[int(part) if isinstance(place, list) else part]
+        assert each["op"] == "add"
+        if last == "-":
+            place.append(each["value"])
+        else:
+            assert last not in place
+            place[last] = each["value"]
+    assert validate(manifest) == []
+    container = container_of(manifest)
+    assert {"name": "FI_PROVIDER", "value": "efa"} in container["env"]
+    assert container["resources"]["limits"] == {
+        "nvidia.com/gpu": 8,
+        "vpc.amazonaws.com/efa": 32,
+        "hugepages-2Mi": "5120Mi",
+    }
+
+
+@pytest.mark.slow
+def test_ray_starts_the_launcher_on_each_of_its_nodes(tmp_path):
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=2)
+    who = "import os; n = os.environ; names = 'PROCESS_ID', 'PROCESSES', 'COORDINATOR'\n"
+    who += f"open('{tmp_path}/' + n['JAXTRAIN_PROCESS_ID'], 'w').write("
+    who += "' '.join(n['JAXTRAIN_' + name] for name in names))"
+    program = [sys.executable, str(FOLDER / "ray" / "launch.py"), "--hosts", "2"]
+    program += ["--processes", "2", "--gpus", "0", "--", sys.executable, "-c"]
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+    try:
+        done = subprocess.run([*program, who], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        told = [path.read_text().split() for path in sorted(tmp_path.iterdir())]
+        assert [words[:2] for words in told] == [[str(i), "4"] for i in range(4)]
+        assert len({words[2] for words in told}) == 1
+        # The status of a run that must not be started again.
+        refused = [*program, "raise SystemExit(2)"]
+        done = subprocess.run(refused, env=environment, capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
+    finally:
+        cluster.shutdown()
 
 
 def test_the_serving_manifest_is_of_one_piece():
