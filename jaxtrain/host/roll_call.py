@@ -73,29 +73,16 @@ def call(address: str, processes: int, own: Mapping[str, str], *, seconds: float
       own: its own :func:`facts`.
       seconds: how long it waits for all to come, and for each answer.
     """
-    host, port = _split(address)
-    bound = "127.0.0.1" if host in ("127.0.0.1", "localhost") else ""
     with contextlib.ExitStack() as files, _listening() as reached:
-        hello = {"host": socket.gethostname(), "ip": host, "port": reached.getsockname()[1]}
-        hellos: dict[int, Mapping[str, Any]] = {0: hello | {"facts": own}}
+        ip, port = _split(address)[0], reached.getsockname()[1]
+        hellos = {0: {"host": socket.gethostname(), "ip": ip, "port": port, "facts": own}}
         peers: dict[int, TextIO] = {}
-        until = time.monotonic() + seconds
-        with socket.create_server((bound, port), backlog=socket.SOMAXCONN) as server:
-            while len(hellos) < processes and (left := until - time.monotonic()) > 0:
-                server.settimeout(left)
-                with (
-                    contextlib.suppress(OSError, ValueError, KeyError, TypeError),
-                    contextlib.ExitStack() as dropped,
-                ):
-                    connection, (ip, *_) = server.accept()
-                    connection.settimeout(_GREETING_SECONDS)
-                    file = dropped.enter_context(_lines(connection))
-                    hello = {"ip": ip} | _read(file)
-                    process = int(hello["process"])
-                    if 0 < process < processes and process not in hellos and hello["facts"]:
-                        hellos[process], peers[process] = hello, file
-                        connection.settimeout(seconds + _PROBE_SECONDS)
-                        files.push(dropped.pop_all())
+        for process, hello, file, dropped in _hellos(address, seconds):
+            if 0 < process < processes and process not in hellos:
+                hellos[process], peers[process] = hello, file
+                files.push(dropped.pop_all())
+            if len(hellos) == processes:
+                break
         fatal = [
             f"process {p} did not come to {address} within {seconds:.0f} s: start it, and let its "
             "host reach that address"
@@ -115,10 +102,7 @@ def call(address: str, processes: int, own: Mapping[str, str], *, seconds: float
                 fatal += _read(file)["failed"]
                 clocks[p] = _clock_of(file)
             except (OSError, ValueError, KeyError) as lost:
-                fatal.append(
-                    f"process {p} on {hellos[p]['host']} was lost in the roll call: {lost}"
-                )
-        named = {p: f"process {p} on {hello['host']}" for p, hello in sorted(hellos.items())}
+                fatal.append(f"{named[p]} was lost in the roll call: {lost}")
         fatal += differences({named[p]: hellos[p]["facts"] for p in named})
         wrong = [
             f"the clock of {named[p]} is {offset:+.3f} s from that of process 0 "
@@ -132,6 +116,31 @@ def call(address: str, processes: int, own: Mapping[str, str], *, seconds: float
             with contextlib.suppress(OSError):
                 _send(file, {"result": dataclasses.asdict(result)})
     return result
+
+
+def _hellos(
+    address: str, seconds: float
+) -> Iterator[tuple[int, dict[str, Any], TextIO, contextlib.ExitStack]]:
+    """Yields who says hello within the time, and a stack that closes what is left on it."""
+    host, port = _split(address)
+    bound = "127.0.0.1" if host in ("127.0.0.1", "localhost") else ""
+    until = time.monotonic() + seconds
+    with socket.create_server((bound, port), backlog=socket.SOMAXCONN) as server:
+        while (left := until - time.monotonic()) > 0:
+            server.settimeout(left)
+            with contextlib.ExitStack() as dropped:
+                try:
+                    connection, (ip, *_) = server.accept()
+                    connection.settimeout(_GREETING_SECONDS)
+                    file = dropped.enter_context(_lines(connection))
+                    said = _read(file)
+                    hello = {"host": str(said["host"]), "ip": ip, "port": int(said["port"])}
+                    process = int(said["process"])
+                    hello["facts"] = dict(said["facts"])
+                    connection.settimeout(seconds + _PROBE_SECONDS)
+                except (OSError, ValueError, KeyError, TypeError):
+                    continue  # anybody may connect, and say anything or nothing
+                yield process, hello, file, dropped
 
 
 def answer(

@@ -91,7 +91,8 @@ def run_check_hosts(options: CheckHostsOptions, rest: list[str]) -> int:
         print(error, end="\n" * bool(str(error)), file=sys.stderr)
         return 1
     if uneven := _uneven(jax.devices()):
-        _say(uneven)
+        if first:
+            _say(uneven)
         return 1
     times = measure(make_links_mesh(hosts), options.sizes, seconds=options.seconds)
     kind, now = jax.devices()[0].device_kind, datetime.datetime.now(datetime.UTC)

@@ -43,6 +43,28 @@ def check(folder, hosts, processes, *flags, lag="0"):
 
 
 @pytest.mark.slow
+def test_where_jax_alone_knows_process_0_it_connects_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", str(free_port()))  # JAX makes its port of it
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "localhost")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    started = []
+    for task in ("0", "1"):
+        monkeypatch.setenv("SLURM_PROCID", task)
+        monkeypatch.setenv("SLURM_LOCALID", task)
+        arguments = ["-c", PROGRAM, f"host{task}", "0", "--sizes", "1024", "65536"]
+        started.append(Process(arguments, tmp_path, f"task-{task}"))
+    try:
+        codes = [process.code() for process in started]
+    finally:
+        for process in started:
+            process.end()
+    assert codes == [0, 0], started[0].errors + started[1].errors
+    assert "process 1 on host1, clock" in started[0].output
+    assert "between hosts" in started[0].output
+
+
+@pytest.mark.slow
 def test_two_hosts_are_measured_and_a_clock_is_wrong(tmp_path):
     out = tmp_path / "links.json"
     flags = ["--sizes", "1024", "65536", "4194304", "--out", str(out)]
