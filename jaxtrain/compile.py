@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.decisions import Kind, Why, describe
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import cache_folder, delete_oldest
-from jaxtrain.jaxprs import WIDE, equations, multiplies_8_bits, products_in
+from jaxtrain.jaxprs import SAMPLED, WIDE, equations, multiplies_8_bits, products_in
 from jaxtrain.precision import OPTIMIZER, PrecisionWarning
 from jaxtrain.sharding.mesh import automatic
 from jaxtrain.sharding.mesh import platform as device_platform
@@ -346,7 +346,7 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
 
 def _check_products(jaxpr: Any, batch: PyTree) -> list[Check]:
     """Names the float32 products of a program that computes in bfloat16 or float16 besides."""
-    count, lines, reduced = products_in(jaxpr, outside=(OPTIMIZER, WIDE))
+    count, lines, reduced = products_in(jaxpr, outside=(OPTIMIZER, WIDE, SAMPLED))
     if not reduced:
         return []
     name = f"{len(lines)} of {count} products in float32"

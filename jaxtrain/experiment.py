@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Self
 
@@ -168,6 +168,8 @@ class Metadata:
     derived: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda means: {}
     """``means -> numbers`` that follow from the means of a step or an evaluation set, such as a
     perplexity; they are logged, and ``best_metric`` may be one."""
+    beside_loss: Sequence[str] = ()
+    """Metrics of a step that the line of progress has beside the loss, such as a reward."""
     show: Callable[[TrainState, Mapping[str, Any]], Mapping[str, Any]] | None = None
     """``(state, evaluation means) -> texts and pictures``, by name, which TensorBoard shows of each
     evaluation where the optimizer makes histograms (``make_optimizer(watch_bins=)``). The state is

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 # The scope of what a model computes in float32 on purpose, such as a sum over whole rows.
 WIDE = "float32_on_purpose"
+# The scope of what writes the rows that a step learns from, in a precision of its own.
+SAMPLED = "sampled"
 REDUCED = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}
 
 

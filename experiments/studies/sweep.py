@@ -84,7 +84,8 @@ class Study:
       conclude: makes a sentence of the rows.
       seeds: default number of seeds.
       in_turns: whether the settings take turns within one process.
-      begins: flags of a run that is trained first, into ``{study}/begun/trial-0``.
+      begins: flags of a GPT that is trained first, into ``{study}/begun/trial-0``.
+      module: the experiment of the runs.
       over: axes over which the picture has the loss as it falls, by name, in place of a panel for
         each column.
     """
@@ -154,7 +155,7 @@ def measure(study: Study, options: Options, rest: Sequence[str]) -> Rows | None:
     else:
         stay_on_cpu()
     if study.begins is not None:
-        own = {"settings": {BEGUN: ""}, "shown": {}, "seeds": 1}
+        own = {"settings": {BEGUN: ""}, "shown": {}, "seeds": 1, "module": Study.module}
         own["flags"] = f"{fill(study.begins)} {typed}"
         if _of_runs(dataclasses.replace(study, **own), folder / BEGUN, options.workers) is None:
             return None

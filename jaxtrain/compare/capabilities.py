@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.compare import parity, whole_runs
@@ -29,6 +30,7 @@ from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.distill import Distillation, StoredDistillation
+from jaxtrain.finetune.group_policy import GroupPolicy, Rewarded
 from jaxtrain.finetune.low_rank import LoRA, Strengths
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.finetune.quantize import Quantize
@@ -39,8 +41,10 @@ from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
 from jaxtrain.methods.privacy import check_private
+from jaxtrain.methods.rollouts import Rollouts, rollouts
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.config import stacked_layers
+from jaxtrain.models.generate import Scored
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.run import trained
 from jaxtrain.state import TrainState
@@ -296,6 +300,42 @@ def _preferences(loss: str, experiment: Experiment) -> Experiment:
     )
 
 
+class _Told(Rollouts):
+    """Answers that are told by their prompts, which no rounding changes."""
+
+    def answer(self, params, prompts, rng):
+        tokens_BN = (3 * prompts["tokens"][:, : self.longest] + 1) % self.model.vocab_size
+        return Scored(tokens_BN, jnp.zeros(tokens_BN.shape, jnp.float32))
+
+
+def _odd(tokens_BP: np.ndarray, lengths_B: np.ndarray, new_BN: np.ndarray) -> np.ndarray:
+    """The share of odd tokens, a reward that has another value in each answer to a prompt."""
+    return (new_BN % 2).mean(axis=1) + np.arange(len(new_BN)) % 2
+
+
+def _rewarded(experiment: Experiment) -> Experiment:
+    """Half of every row is a prompt, whose answers are told apart by their rewards."""
+    model = trained.read_model(experiment.metadata.config, where="compose")
+    how = GroupPolicy(size=2, weight="constant", kl=0.1)
+    told = _Told(model, _odd, end=-1, longest=model.seq_len // 2)
+    method = rollouts(told, how)
+    of_tokens, frozen = functools.partial(decoder.log_probs, model), experiment.task.freeze
+    change = Rewarded(of_tokens, how, frozen=frozen, longest=told.longest)
+
+    def of_prompts(step: Callable[..., Any]) -> Callable[..., Any]:
+        def halved(state: TrainState, batch: Any) -> Any:
+            tokens_QP = batch["tokens"][:, : told.longest]
+            return step(
+                state, {"tokens": tokens_QP, "lengths": jnp.full(len(tokens_QP), told.longest)}
+            )
+
+        return halved
+
+    around = lambda make: lambda step: of_prompts(make(step))  # noqa: E731
+    own = {"step": around(method.step), "evaluation": around(method.evaluation)}
+    return apply(experiment, change, method=dataclasses.replace(method, **own))
+
+
 def _quantized(experiment: Experiment) -> Experiment:
     """With DoRA, and in groups of 4, which models 16 wide have several of on every device."""
     lora = LoRA(rank=2, alpha=4.0, dora=True)
@@ -402,6 +442,9 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("population, the best copied", change=_bred, **names)
     names = {"called": "preference|dpo|reference|freeze|frozen", "module": "experiments.gpt"}
     yield tune("preferences", change=functools.partial(_preferences, "dpo"), **names)
+    yield tune(
+        "rewarded answers", change=_rewarded, **names | {"called": "reward|method|reference"}
+    )
     own = functools.partial(_preferences, "kto_unpaired")
     yield tune("preferences, unpaired", change=own, **names)
     names["called"] += "|head"

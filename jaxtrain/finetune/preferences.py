@@ -374,24 +374,32 @@ class Preferences(Change):
             return {"policy": policy, **jax.lax.stop_gradient(still)}
 
         def embed(params: PyTree, batch: Batch, rng: jax.Array | None) -> PyTree:
-            ours, theirs, rows = *_both(params), _rows(batch)
+            ours, theirs, rows = *both(params), self.rows(batch)
             still = functools.partial(stages.embed, theirs, rows, None)
             return stream(stages.embed(ours, rows, rng), still)
 
         def block(layer, shared, x: PyTree, batch: Batch, rng, index: jax.Array) -> PyTree:
-            (ours, theirs), rows, key = _both(layer), _rows(batch), stages.stacked.key
+            (ours, theirs), rows, key = both(layer), self.rows(batch), stages.stacked.key
             before = {key: theirs}, x.get(REFERENCE), rows, None, index
             still = functools.partial(stages.layer, 0, *before)
             return stream(stages.layer(0, {key: ours}, x["policy"], rows, rng, index), still)
 
         def head_loss(params: PyTree, x: PyTree, batch: Batch) -> WeightedLoss:
-            ours, theirs, rows = *_both(params), _rows(batch)
+            ours, theirs, rows = *both(params), self.rows(batch)
             still = None
             if self.how.has_reference:
                 still = self.log_probs(theirs, x[REFERENCE], rows)
-            return _of_rows(self.log_probs(ours, x["policy"], rows), still, batch, self.how)
+            return self.loss(self.log_probs(ours, x["policy"], rows), still, batch)
 
         return dataclasses.replace(stages, embed=embed, block=block, head_loss=head_loss, shared=())
+
+    def rows(self, batch: Batch) -> Batch:
+        """Returns the batch as of a model of text."""
+        return _rows(batch)
+
+    def loss(self, ours: jax.Array, theirs: jax.Array | None, batch: Batch) -> WeightedLoss:
+        """Returns the loss of a batch by what ``log_probs`` gives of policy and reference."""
+        return _of_rows(ours, theirs, batch, self.how)
 
     def _still(self, params: PyTree) -> PyTree:
         """The mask of what does not train in the model as it is."""
@@ -413,10 +421,16 @@ def _rows(batch: Batch) -> dict[str, jax.Array]:
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in batch.items()}
 
 
-def _both(params: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """The policy's parameters, or those of its layer, and the reference's."""
+def both(params: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Returns the policy's parameters, or those of its layer, and the reference's."""
     policy, kept = apart(params, REFERENCE)
     return policy, _over(_without_additions(policy), kept)
+
+
+def policy_and_reference(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the policy's parameters and the reference's, of whole models."""
+    ours, (layers, theirs) = without(params, REFERENCE), both(params[STACKED])
+    return ours, both(params | {STACKED: layers})[1] | {STACKED: theirs}
 
 
 def _without_additions(params: PyTree) -> PyTree:

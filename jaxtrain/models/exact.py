@@ -38,6 +38,11 @@ class ExactDecoder(CausalDecoder):
     """A :class:`CausalDecoder` that reads every token alike, into :class:`Pages` of :data:`TILE`
     positions."""
 
+    def prefill(self, params, tokens_BP, lengths_B, *, room):
+        B, P = tokens_BP.shape
+        pages = self._empty(params, B, P + room)
+        return self.extend(params, pages, tokens_BP, jnp.zeros_like(lengths_B), lengths_B)
+
     def extend(self, params, cache, tokens_BC, start_B, count_B):
         x_BCD, cache = self._extended(params, cache, tokens_BC, start_B, count_B)
         x_BD = jnp.take_along_axis(x_BCD, jnp.maximum(count_B - 1, 0)[:, None, None], 1)[:, 0]

@@ -42,6 +42,7 @@ from jaxtrain.models.decoding import (
     pin_cache,
 )
 from jaxtrain.models.encoder_decoder import T5Config
+from jaxtrain.models.exact import ExactDecoder, check_form
 from jaxtrain.models.sampling import Draws, Own, Sampling, draw, make_sampling
 from jaxtrain.sharding.placement import gather
 from jaxtrain.sharding.rules import batch_parts
@@ -85,7 +86,7 @@ class Prompts:
     Args:
       tokens: int32 [B, P], padded on the right.
       lengths: int32 [B], tokens of each.
-      rng: a key; None where nothing is drawn.
+      rng: a key, or one for each row; None where nothing is drawn.
       sampling: how tokens are chosen.
       max_new_tokens: for how many new ones the prompts were checked; None for any number.
     """
@@ -260,6 +261,37 @@ def beam_step(
     return functools.partial(_found, form)
 
 
+class Scored(NamedTuple):
+    """New tokens [B, N], the log-probability of each, float32 [B, N], 0 behind the end of a row, by
+    the logits before temperature and truncation; and, of a model with experts, its ``routes``, as
+    :func:`generate_with_routes` returns them."""
+
+    tokens: jax.Array
+    log_p: jax.Array
+    routes: jax.Array | None = None
+
+
+def scored_step(
+    config: DecoderConfig, *, max_new_tokens: int, exact: bool = False
+) -> Callable[[Any, Prompts], Scored]:
+    """Builds ``step(state, batch) -> scored``: as :func:`generate_step`, with what a trainer has to
+    know of the sampler.
+
+    With ``exact`` every token is read alike, whoever has a row beside it, and its log-probability
+    has the bits that :func:`jaxtrain.models.exact.log_probs` gives a trainer. On a mesh that is for
+    the rows of one device, within a ``shard_map``.
+
+    Raises:
+      ValueError: ``exact`` of a model that has no exact log-probabilities.
+    """
+    if exact:
+        check_form(config)
+    # What an exact sampler reads goes to the same experts in training.
+    record = not exact and config.experts is not None
+    decoder = ExactDecoder(config) if exact else CausalDecoder(config, record=record)
+    return functools.partial(_scored, _Form(decoder, max_new_tokens, scored=True))
+
+
 def prompts(
     config: Config,
     prompt_tokens: Any,
@@ -318,6 +350,7 @@ class _Form(NamedTuple):
     count: int
     beams: int | None = None
     length_penalty: float = 1.0
+    scored: bool = False
 
 
 class _Now(NamedTuple):
@@ -356,7 +389,7 @@ def _first(form: _Form, params: Any, batch: Prompts) -> _Now:
     """Reads the prompts, and chooses the first token of each row."""
     logits_BV, cache = form.decoder.prefill(params, batch.tokens, batch.lengths, room=form.count)
     if (N := form.beams) is None:
-        rows = Draws.begin(batch.sampling, len(logits_BV), form.count)
+        rows = Draws.begin(batch.sampling, len(logits_BV), form.count, scored=form.scored)
     else:
         rows = Beams.begin(batch.sampling, len(logits_BV), form.count, N)
         logits_BV = jnp.repeat(logits_BV, N, axis=0)
@@ -380,13 +413,21 @@ def _choice(form: _Form, batch: Prompts) -> tuple[Own, Callable]:
     """What each row, or each beam, begins with; and ``choose(step, logits, rows) -> rows``."""
     own = Own(*form.decoder.rows(batch.tokens, batch.lengths))
     if form.beams is None:
-        return own, functools.partial(draw, batch.sampling, batch.rng, own)
+        return own, functools.partial(
+            draw, batch.sampling, batch.rng, form.decoder.log_softmax, own
+        )
     own = Own(*(jnp.repeat(x, form.beams, axis=0) for x in own))
     return own, functools.partial(search, batch.sampling, form.length_penalty, own)
 
 
 def _drawn(form: _Form, state: Any, batch: Prompts) -> jax.Array:
     return _written(form, state, batch).tokens
+
+
+def _scored(form: _Form, state: Any, batch: Prompts) -> Scored:
+    end = _end(form, state, batch)
+    routes = _routes(form, end, batch) if form.decoder.record else None
+    return Scored(end.rows.tokens, end.rows.log_p, routes)
 
 
 def _found(form: _Form, state: Any, batch: Prompts) -> tuple[jax.Array, jax.Array]:
@@ -401,9 +442,13 @@ def _found(form: _Form, state: Any, batch: Prompts) -> tuple[jax.Array, jax.Arra
 
 def _drawn_with_routes(form: _Form, state: Any, batch: Prompts) -> tuple[jax.Array, jax.Array]:
     end = _end(form, state, batch)
+    return end.rows.tokens, _routes(form, end, batch)
+
+
+def _routes(form: _Form, end: _Now, batch: Prompts) -> jax.Array:
     read = batch.tokens.shape[1] + form.count - 1
     routes_LBSJ = end.cache.routes[before_stack(form.decoder.config) :, :, 0, :read]
-    return end.rows.tokens, routes_LBSJ.swapaxes(0, 1)
+    return routes_LBSJ.swapaxes(0, 1)
 
 
 _draw = jax.jit(_drawn, static_argnums=0)

@@ -5,7 +5,7 @@ end a row.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -100,13 +100,15 @@ class Draws(NamedTuple):
     chosen: jax.Array | None  # [B], each row's last token
     done: jax.Array  # [B]
     tokens: jax.Array  # [B, T]
+    log_p: jax.Array | None = None  # [B, T], of each token by the logits as they are, if recorded
     parents = None  # Rows stay where they are.
 
     @classmethod
-    def begin(cls, sampling: Sampling, rows: int, count: int) -> "Draws":
+    def begin(cls, sampling: Sampling, rows: int, count: int, *, scored: bool = False) -> "Draws":
         """Returns rows that are to have ``count`` tokens, before the first."""
         tokens = jnp.full((rows, count), sampling.end, jnp.int32)
-        return cls(None, jnp.zeros(rows, bool), tokens)
+        log_p = jnp.zeros((rows, count), jnp.float32) if scored else None
+        return cls(None, jnp.zeros(rows, bool), tokens, log_p)
 
     @property
     def running(self) -> jax.Array:
@@ -116,20 +118,30 @@ class Draws(NamedTuple):
 def draw(
     sampling: Sampling,
     rng: jax.Array | None,
+    log_softmax: Callable[[jax.Array], jax.Array],
     own: Own,
     step: jax.Array,
     logits_BV: jax.Array,
     now: Draws,
 ) -> Draws:
-    """Chooses each row's token number ``step``; ``rng`` is not read at temperature 0."""
-    rng = None if rng is None else jax.random.fold_in(rng, step)
-    logits_BV = adjusted(sampling, own, now.tokens, step, constrain(logits_BV, "batch", None))
+    """Chooses each row's token number ``step``; ``rng`` is not read at temperature 0. It is one key
+    or, so that a row is drawn alike whoever is beside it, one for each row."""
+    if rng is not None:
+        fold_in = jax.vmap(jax.random.fold_in, (0, None)) if rng.ndim else jax.random.fold_in
+        rng = fold_in(rng, step)
+    told_BV = constrain(logits_BV, "batch", None)
+    logits_BV = adjusted(sampling, own, now.tokens, step, told_BV)
     chosen_B = _choose(rng, logits_BV, sampling)
     chosen_B = constrain(jnp.where(now.done, sampling.end, chosen_B), "batch")
+    log_p = now.log_p
+    if log_p is not None:
+        of_B = jnp.take_along_axis(log_softmax(told_BV), chosen_B[:, None], axis=1)[:, 0]
+        log_p = log_p.at[:, step].set(jnp.where(now.done, 0.0, of_B))
     return Draws(
         chosen=chosen_B,
         done=now.done | sampling.is_end(chosen_B),
         tokens=now.tokens.at[:, step].set(chosen_B),
+        log_p=log_p,
     )
 
 
@@ -219,7 +231,8 @@ def _choose(rng, logits_BV, sampling: Sampling) -> jax.Array:
     cuts = {name: getattr(sampling, name) for name in ("top_k", "top_p", "min_p")}
     if any(cut is not None for cut in cuts.values()):
         logits_BV = truncate(logits_BV, **cuts)
-    return jax.random.categorical(rng, logits_BV).astype(jnp.int32)
+    categorical = jax.vmap(jax.random.categorical) if rng.ndim else jax.random.categorical
+    return categorical(rng, logits_BV).astype(jnp.int32)
 
 
 def adjusted(

@@ -31,7 +31,8 @@ class Logging(Hook):
             self.timed_to = call_end(step - 1, run.steps, run.steps_per_call)
             rate.step(self.timed_to - step + 1)
         run.journal.step = step
-        run.progress.update(step, metrics["loss"], rate.items_per_second)
+        shown = {name: metrics[name] for name in ("loss", *run.metadata.beside_loss)}
+        run.progress.update(step, shown, rate.items_per_second)
         quiet = not metrics["skipped"] and not metrics.get("spike", 0)
         quiet = quiet and not run.alerts.is_urgent(metrics)
         if step % run.options.log_every and step != run.steps and quiet:

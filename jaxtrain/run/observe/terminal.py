@@ -91,12 +91,17 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, step: int, loss: float, items_per_second: float | None) -> None:
-        """Shows that a step has ended."""
+    def update(
+        self, step: int, metrics: Mapping[str, float], items_per_second: float | None
+    ) -> None:
+        """Shows that a step has ended, with its loss and perhaps other metrics, by name."""
         rate = f"{human_count(items_per_second)} {self._item}/s" if items_per_second else ""
         self._step = step
         epoch = f"epoch {float(step / per):.3g}" if (per := self._steps_per_epoch) else ""
-        text = "  ".join(part for part in (epoch, f"loss {loss:.4f}", rate) if part)
+        told = [f"loss {metrics['loss']:.4f}"]
+        more = [name for name in metrics if name != "loss"]
+        told += [f"{name.replace('_', ' ')} {metrics[name]:.3g}" for name in more]
+        text = "  ".join(part for part in (epoch, *told, rate) if part)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text)
         elif not self._quiet:

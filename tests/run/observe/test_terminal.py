@@ -39,7 +39,7 @@ def test_plain_lines_come_first_last_and_at_an_interval():
     with Progress(100, console=console, clock=clock) as progress:
         clock.now = 60.0  # the first step waits for more than itself
         for step in range(1, 101):
-            progress.update(step, loss=1 / step, items_per_second=12_345.0)
+            progress.update(step, {"loss": 1 / step}, items_per_second=12_345.0)
             clock.now += 1.0
     lines = shown(console).splitlines()
     steps = [int(re.match(r"step (\d+)/100  loss", line).group(1)) for line in lines]
@@ -54,7 +54,7 @@ def test_a_long_step_is_no_silence(monkeypatch):
     monkeypatch.setattr(terminal, "SILENT_SECONDS", 0.1)
     console = plain()
     with Progress(100, console=console) as progress:
-        progress.update(7, loss=1.0, items_per_second=None)
+        progress.update(7, {"loss": 1.0}, items_per_second=None)
         until = time.monotonic() + 20
         while shown(console).count("no news") < 2 and time.monotonic() < until:
             time.sleep(0.01)
@@ -69,12 +69,12 @@ def test_a_long_step_is_no_silence(monkeypatch):
 def test_a_resumed_run_counts_on_from_its_step():
     clock, console = Clock(), plain()
     with Progress(1000, start=900, item="images", console=console, clock=clock) as progress:
-        progress.update(901, 2.0, None)
+        progress.update(901, {"loss": 2.0}, None)
         clock.now = 30.0
-        progress.update(911, 2.0, 8.0)
+        progress.update(911, {"loss": 2.0, "sampler_gap": 0.0}, 8.0)
     assert shown(console).splitlines() == [
         "step 901/1000  loss 2.0000",
-        "step 911/1000  loss 2.0000  8 images/s  4:27 left",  # 89 steps at 3 s
+        "step 911/1000  loss 2.0000  sampler gap 0  8 images/s  4:27 left",  # 89 steps at 3 s
     ]
 
 
@@ -82,7 +82,7 @@ def test_a_terminal_has_one_line_that_is_redrawn():
     console = tty()
     with Progress(5, console=console) as progress:
         for step in range(1, 6):
-            progress.update(step, 3.25, 1000.0)
+            progress.update(step, {"loss": 3.25}, 1000.0)
         progress.note("evaluating [1/2]")
     output = shown(console)
     last = output.splitlines()[-1]
@@ -95,7 +95,7 @@ def test_a_terminal_has_one_line_that_is_redrawn():
 def test_a_loss_that_is_not_finite_is_shown():
     console = plain()
     with Progress(2, console=console) as progress:
-        progress.update(1, float("nan"), None)
+        progress.update(1, {"loss": float("nan")}, None)
     assert shown(console) == "step 1/2  loss nan\n"
 
 
@@ -126,7 +126,7 @@ def test_other_processes_print_nothing(monkeypatch, make):
     print_header("title", {"a": "b"}, console=console)
     print_lines(["a"], console=console)
     with Progress(2, console=console) as progress:
-        progress.update(1, 1.0, 1.0)
+        progress.update(1, {"loss": 1.0}, 1.0)
         progress.note("note")
     assert console.file.getvalue() == ""
 
