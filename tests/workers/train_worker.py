@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--memory-every", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--auto-resume", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.02, help="per batch")
@@ -127,6 +128,7 @@ def main() -> None:
         auto_resume=args.auto_resume,
         log_every=1,
         save_every=args.save_every,
+        memory_every=args.memory_every,
         eval_every=args.eval_every,
         profile_steps=args.profile_steps,
         hang_minutes=args.hang_seconds / 60,
