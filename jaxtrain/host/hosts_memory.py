@@ -9,7 +9,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,27 +36,18 @@ def connect() -> None:
             f"process {training.index('')} was not started by `jaxtrain launch`, whose memory "
             "outlives its processes: start it so, or leave out `memory_every`"
         )
-    others = distributed.broadcast_text(text).split()
+    at, others = training.index(own), distributed.broadcast_text(text).split()
+    order = dict.fromkeys((*training[at:], *training[:at], *others))
     fsspec.register_implementation(SCHEME, f"{__name__}.{HostsMemory.__name__}", clobber=True)
-    fsspec.config.conf[SCHEME] = {"keepers": in_order(training, others, own)}
-
-
-def in_order(training: Sequence[str], others: Sequence[str], own: str) -> tuple[str, ...]:
-    """Returns the keepers in the order in which the host of ``own`` asks them: its own, that of the
-    next host that trains, the others.
-
-    >>> in_order(["a", "a", "b", "c"], ["a", "spare"], "c")
-    ('c', 'a', 'b', 'spare')
-    """
-    at = training.index(own)
-    return tuple(dict.fromkeys((*training[at:], *training[:at], *others)))
+    fsspec.config.conf[SCHEME] = {"keepers": tuple(order)}
 
 
 class HostsMemory(fsspec.AbstractFileSystem):
     """The storage as fsspec asks for it; a folder exists while an object is below it.
 
     Args:
-      keepers: addresses (:func:`in_order`); objects are written to the first two.
+      keepers: addresses, that of this host first and that of the next host second; objects are
+        written to these two.
     """
 
     protocol = SCHEME
@@ -66,7 +57,7 @@ class HostsMemory(fsspec.AbstractFileSystem):
         self._keepers = list(keepers)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
-        """Writes an object and its copy; raises OSError or MemoryError where either fails."""
+        """Writes an object and its copy; raises OSError where either fails."""
         for address in self._keepers[:2]:
             keeper.ask(address, "PUT", self._strip_protocol(path), _sum(value) + value)
 
@@ -82,10 +73,7 @@ class HostsMemory(fsspec.AbstractFileSystem):
                 found = keeper.ask(address, "GET", name)
                 if found[:4] == _sum(found[4:]):
                     return found[4:][start:end]
-                damage = ValueError(
-                    f"'{name}' in the memory of {address.partition('/')[0]} is not "
-                    "what was put there"
-                )
+                damage = ValueError(f"'{name}' in a host's memory is not what was put there")
         raise damage
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
@@ -100,8 +88,7 @@ class HostsMemory(fsspec.AbstractFileSystem):
         return [found[each] if detail else each for each in sorted(found)]
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        for _ in self._of_all("DELETE", self._strip_protocol(path)):
-            pass
+        self._of_all("DELETE", self._strip_protocol(path))
 
     rm_file = rm
 
@@ -110,13 +97,16 @@ class HostsMemory(fsspec.AbstractFileSystem):
             return io.BytesIO(self.cat_file(path))
         return _Written(self, path, mode)
 
-    def _of_all(self, *request: Any, **more: Any) -> Iterator[bytes]:
-        """Yields the answers of the keepers that give one, asked at the same time."""
+    def _of_all(self, *request: Any, **more: Any) -> list[bytes]:
+        """Returns the answers of all keepers, ``{}`` of one that gives none; asks them at once."""
+
+        def answer(address: str) -> bytes:
+            with contextlib.suppress(OSError):
+                return keeper.ask(address, *request, **more)
+            return b"{}"
+
         with ThreadPoolExecutor(len(self._keepers), "jaxtrain-hosts") as pool:
-            asked = [pool.submit(keeper.ask, each, *request, **more) for each in self._keepers]
-            for each in asked:
-                with contextlib.suppress(OSError):
-                    yield each.result()
+            return list(pool.map(answer, self._keepers))
 
 
 class _Written(fsspec.spec.AbstractBufferedFile):

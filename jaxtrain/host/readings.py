@@ -154,7 +154,7 @@ def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
         return {
             **rate("host/cpu", sum(ticks) - ticks[3] - ticks[4], sum(ticks)),
             **rate("host/process_cores", times.user + times.system, clock()),
-            "host/memory_fraction": memory_fraction(),
+            "host/memory_fraction": max(_machine_memory(), _group_memory()),
             "host/process_memory": float(resident * os.sysconf("SC_PAGE_SIZE")),
             **_disk(),
             **network(),
@@ -216,12 +216,6 @@ def _energy() -> Source:
         return {"host/energy": joules / 3.6e6} if last else {}
 
     return read
-
-
-def memory_fraction() -> float:
-    """Returns the used share of the machine's memory or of what its control group may have,
-    whichever is fuller; 0 where that cannot be read."""
-    return max(_machine_memory(), _group_memory()) if exists(PROC / "meminfo") else 0.0
 
 
 def _machine_memory() -> float:

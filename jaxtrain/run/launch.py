@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import BinaryIO, TextIO
 
 from jaxtrain.host import distributed, exit_codes, output
@@ -98,23 +98,23 @@ def run_launch(
     :func:`jaxtrain.host.exit_codes.of_run`. Raises ValueError for options that do not fit each
     other or this host."""
     check(options, command)
-    environ, run_dir = (
-        {distributed.START: secrets.token_hex(8)} | os.environ,
-        _value_of("run-dir", command),
-    )
-    with output.lasting(), _Signals() as signals, _memory(options, command) as memory:
+    run_dir, keeps = (_value_of(name, command) for name in ("run-dir", "memory-every"))
+    environ = {distributed.START: secrets.token_hex(8)} | os.environ
+    memory = Keeper(_own_host(options)) if keeps else contextlib.nullcontext()
+    with output.lasting(), _Signals() as signals, memory as keeper:
+        address = keeper.address if keeper else ""
         attempts = _Attempts(options, run_dir, signals, sleep)
         if not options.elastic:
-            return _run_fixed(attempts, command, environ | {distributed.MEMORY: memory})
+            return _run_fixed(attempts, command, environ | {distributed.MEMORY: address})
         with Membership(
             as_path(run_dir) / HOSTS,
             host_counts(options),
             name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
             processes=options.processes,
-            meet=lambda: options.coordinator or f"{_own_host()}:{free_port()}",
+            meet=lambda: options.coordinator or f"{_own_host(options)}:{free_port()}",
             newest=lambda: newest_step(run_dir),
             grace=options.grace_seconds,
-            memory=memory,
+            memory=address,
         ) as hosts:
             return _run_elastic(attempts, command, environ, hosts)
 
@@ -230,21 +230,10 @@ def _obeying(hosts: Membership, group: "Group") -> Callable[[], None]:
     return watch
 
 
-def _own_host() -> str:
-    """An address of this host that others reach, if it has any."""
+def _own_host(options: LaunchOptions) -> str:
+    """An address of this host that the others reach, if there are others and it has any."""
     outside = (each for each in distributed.addresses() if not each.startswith("127."))
-    return next(outside, "127.0.0.1")
-
-
-@contextlib.contextmanager
-def _memory(options: LaunchOptions, command: Sequence[str]) -> Iterator[str]:
-    """Keeps what the processes leave in this host's memory while it lasts, where the command says
-    that they do; yields the address of that, which is empty otherwise."""
-    if _value_of("memory-every", command) is None:
-        yield ""
-        return
-    with Keeper(_own_host() if max(host_counts(options)) > 1 else "127.0.0.1") as keeper:
-        yield keeper.address
+    return next(outside, "127.0.0.1") if max(host_counts(options)) > 1 else "127.0.0.1"
 
 
 def host_counts(options: LaunchOptions) -> tuple[int, ...]:

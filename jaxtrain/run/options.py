@@ -54,9 +54,8 @@ class RunOptions:
         held-out losses of before and after.
       save_every: Steps between checkpoints; 0 for none but the one at the end.
       save_minutes: Minutes between checkpoints, besides those; 0 for none.
-      memory_every: Steps between copies of the state in the memory of this host and of the next
-        one, which `jaxtrain launch` holds: a restart continues from the newest, and reads storage
-        only where that is newer or a copy is lost; 0 for none.
+      memory_every: Steps between snapshots of the state in the memory of each host and its
+        neighbour, held by `jaxtrain launch`: a restart continues from the newest; 0 for none.
       early_stop_patience: Stop after so many evaluations of eval_every in a row without a better
         best metric; the best checkpoint is kept, as with save_best, and concluded from. 0 never
         stops.
@@ -134,9 +133,8 @@ class RunOptions:
             )
         if self.receipt and self.memory_every:
             raise ValueError(
-                f"`memory_every` is {self.memory_every} and `receipt` is set: a run that continues "
-                "from memory has steps behind its last checkpoint that no receipt binds; give one "
-                "of them"
+                f"`memory_every` is {self.memory_every} and `receipt` is set: no receipt binds the "
+                "steps between a checkpoint and what is in memory; give one of them"
             )
         if self.eval_every and self.eval_epochs:
             raise ValueError(

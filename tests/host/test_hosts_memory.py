@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtrain as jt
-from jaxtrain.host import distributed, hosts_memory, keeper, readings
+from jaxtrain.host import distributed, hosts_memory, keeper
 from jaxtrain.host.keeper import Keeper
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
@@ -88,7 +88,7 @@ def test_a_damaged_copy_is_passed_over_and_two_are_no_snapshot(hosts, monkeypatc
     with open_to(monkeypatch, one, two) as checkpoints:
         assert restored(checkpoints, state)
         two.objects[PIECE] = data[:-1]
-        with pytest.raises(DamagedCheckpointError, match=rf"'{PIECE}' in the"):
+        with pytest.raises(DamagedCheckpointError, match=rf"'{PIECE}' in a host's memory"):
             checkpoints.restore(state)
         # Of other content, and whole by itself.
         fsspec.filesystem("hosts").pipe_file(PIECE, bytes(len(data) - 4))
@@ -108,8 +108,8 @@ def test_a_snapshot_that_is_not_written_to_its_end_does_not_count(hosts, monkeyp
         assert checkpoints.steps() == []
 
 
-def test_keepers_take_nothing_from_strangers_or_beyond_their_memory(hosts, monkeypatch):
-    one, two, _ = hosts
+def test_keepers_take_nothing_from_strangers(hosts):
+    one, *_ = hosts
     host, _, token = one.address.partition("/")
     before = dict(one.objects)
     for path, body in ((f"/{token}x/a", b"1"), (f"/{token[:-1]}/a", b"1"), ("/%ff/a", b"1")):
@@ -119,10 +119,6 @@ def test_keepers_take_nothing_from_strangers_or_beyond_their_memory(hosts, monke
             assert connection.getresponse().status == 403
             connection.close()
     assert one.objects == before
-    monkeypatch.setattr(readings, "memory_fraction", lambda: 0.99)
-    with pytest.raises(MemoryError, match="PUT 'a' of 8,388,608 bytes in the memory"):
-        keeper.ask(one.address, "PUT", "a", bytes(8 << 20))
-    assert two.objects == before
 
 
 def test_two_snapshots_are_held_at_most(monkeypatch):

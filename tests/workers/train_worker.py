@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--eval-batches", type=int, default=0)
     parser.add_argument("--profile-steps")
     parser.add_argument("--exact", type=int, default=0, help="grains")
+    parser.add_argument("--fsdp", action="store_true", help="over all devices")
     args = parser.parse_args()
     os.chdir(args.chdir)
 
@@ -61,6 +62,7 @@ def main() -> None:
 
     import jaxtrain as jt
     from jaxtrain import data
+    from jaxtrain.layout import MeshShape
     from jaxtrain.run.checkpoints.checkpointer import digest
     from tests import problems
 
@@ -107,11 +109,12 @@ def main() -> None:
                 sys.exit(3)
             return "it is late" if last and step == args.end_at else False
 
+    mesh = MeshShape(data=1, fsdp=-1) if args.fsdp else MeshShape()
     experiment = jt.Experiment.of(
         name="worker",
         init_fn=init,
         loss_fn=jt.row_wise(loss_fn) if args.exact else loss_fn,
-        layout=jt.Layout(exact=args.exact),
+        layout=jt.Layout(exact=args.exact, mesh=mesh),
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=batches.shapes,
         train_batches=lambda start, sharding: data.BatchStream(

@@ -8,12 +8,9 @@ read. The hosts hold one, and a second while that is being written.
 import contextlib
 from collections.abc import Callable
 
-import jax
-
 from jaxtrain.host import distributed, hosts_memory, storage
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
-from jaxtrain.run.checkpoints.reader import in_all_processes
 from jaxtrain.run.context import Run
 from jaxtrain.run.hook import Hook
 from jaxtrain.run.hooks.saving import save
@@ -49,33 +46,24 @@ class Snapshots(Hook, contextlib.AbstractContextManager):
 def newest_snapshot(
     journal: Journal, read: Callable[[Checkpointer, int], TrainState], *, newer_than: int | None
 ) -> TrainState | None:
-    """Reads the newest snapshot of a run that is whole; all processes call it alike.
-
-    Args:
-      journal: of the run, and open.
-      read: reads a step of a directory of checkpoints.
-      newer_than: the newest checkpoint on storage, if any.
-
-    Returns:
-      The state; None where there is no snapshot of that step or a later one. Snapshots that cannot
-      be read are told in a sentence each, and deleted.
-    """
-    memory, on_storage = _memory_of(journal), -1 if newer_than is None else newer_than
-    for step in reversed([step for step in memory.steps() if step >= on_storage]):
-        since = storage.now()
-        try:
-            with journal.ledger.phase("restore"):
+    """Returns the newest snapshot of a run that is whole, if it is none before the checkpoint
+    ``newer_than`` on storage; ``read`` reads a step of a directory. One that cannot be read is
+    told in a sentence, and deleted. All processes call it alike."""
+    with _memory_of(journal) as memory, journal.ledger.phase("restore"):
+        for step in reversed(memory.steps()):
+            if newer_than is not None and step < newer_than:
+                break
+            since = storage.now()
+            try:
                 state = read(memory, step)
-        except (DamagedCheckpointError, storage.StorageError) as error:
-            print_lines([f"warning: {error}; this copy in memory is not used"])
-            if jax.process_index() == 0:
-                (memory.directory / str(step)).rmtree(missing_ok=True)
-            in_all_processes([0])  # all wait until it is gone
-            continue
-        seconds = round(storage.now() - since, 3)
-        journal.event(FROM_MEMORY, step=step, seconds=seconds, newest_checkpoint=newer_than)
-        print_lines([f"step {step} was read from the memory of the hosts in {seconds:.1f} s"])
-        return state
+            except (DamagedCheckpointError, storage.StorageError) as error:
+                print_lines([f"warning: {error}; this copy in memory is not used"])
+                memory.drop_after(step - 1)
+                continue
+            seconds = round(storage.now() - since, 3)
+            journal.event(FROM_MEMORY, step=step, seconds=seconds, newest_checkpoint=newer_than)
+            print_lines([f"step {step} was read from the memory of the hosts in {seconds:.1f} s"])
+            return state
     return None
 
 

@@ -66,6 +66,7 @@ def test_a_run_continues_from_memory_to_the_bits_of_one_that_was_not_interrupted
     assert losses(folder) == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_damaged_copies_are_passed_over_and_so_are_snapshots_older_than_storage(
     tmp_path, keepers, capfd
 ):
