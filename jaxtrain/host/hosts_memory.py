@@ -36,8 +36,8 @@ def connect() -> None:
             f"process {training.index('')} was not started by `jaxtrain launch`, whose memory "
             "outlives its processes: start it so, or leave out `memory_every`"
         )
-    at, others = training.index(own), distributed.broadcast_text(text).split()
-    order = dict.fromkeys((*training[at:], *training[:at], *others))
+    at = training.index(own)
+    order = dict.fromkeys((*training[at:], *training[:at], *text.split()))
     fsspec.register_implementation(SCHEME, f"{__name__}.{HostsMemory.__name__}", clobber=True)
     fsspec.config.conf[SCHEME] = {"keepers": tuple(order)}
 
