@@ -13,6 +13,7 @@ class Server(http.server.ThreadingHTTPServer):
     """Answers as many at a time as ``connections``: each takes a descriptor of the program's."""
 
     daemon_threads = True
+    request_queue_size = 128  # With few, some of a crowd try again a second later.
 
     def __init__(self, *args: Any, connections: int = CONNECTIONS):
         self._places = threading.BoundedSemaphore(connections)
@@ -40,6 +41,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     """Answers one request in a method ``do_GET`` or another; a request is no news."""
 
     timeout = REQUEST_SECONDS
+    wbufsize = -1  # Headers and body leave in one packet, and none waits for an acknowledgement.
 
     def handle(self) -> None:
         with contextlib.suppress(ConnectionError):  # Whoever asked has gone.
