@@ -33,8 +33,8 @@ def connect() -> None:
     training = [bytes(each).decode().strip() for each in rows]
     if "" in training:
         raise ValueError(
-            f"process {training.index('')} was not started by `jaxtrain launch`, whose memory "
-            "outlives its processes: start it so, or leave out `memory_every`"
+            f"process {training.index('')} has no launcher that keeps memory: start it by "
+            "`jaxtrain launch` with --memory-every in the command, or leave out `memory_every`"
         )
     at = training.index(own)
     order = dict.fromkeys((*training[at:], *training[:at], *text.split()))

@@ -139,5 +139,5 @@ def test_two_snapshots_are_held_at_most(monkeypatch):
 
 def test_a_process_without_a_launcher_has_no_memory_that_outlives_it(monkeypatch):
     monkeypatch.delenv(distributed.MEMORY, raising=False)
-    with pytest.raises(ValueError, match="process 0 was not started by `jaxtrain launch`"):
+    with pytest.raises(ValueError, match="process 0 has no launcher that keeps memory"):
         hosts_memory.connect()
