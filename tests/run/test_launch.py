@@ -225,6 +225,7 @@ class Rounds:
 
     def __init__(self, *rounds):
         self.own, self.order, self.broken, self.complete = Lease("a", 1), None, False, False
+        self.memories = ("",)
         self.rounds = [
             Round(n, tuple((name, 1) for name in names), "a:1", "token", resumes=n > 1)
             for n, names in rounds

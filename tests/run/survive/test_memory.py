@@ -50,7 +50,7 @@ def test_a_host_is_lost_and_the_other_continues_from_memory_to_the_same_bits(tmp
     assert [each.costs["hosts"] for each in record.attempts] == [2, 1]
     assert read["newest_checkpoint"] is None
     assert lost_steps(record.attempts)[0] < 2 * EVERY  # those of a snapshot that was being written
-    assert record.attempts[1].first == read["step"] > 20
+    assert record.attempts[1].first == read["step"] > 15
     told = f"1 time from the memory of its hosts, not storage: {read['step']} steps ("
     assert any(told in finding.text for finding in examine(record))
     (tmp_path / "whole").mkdir()
