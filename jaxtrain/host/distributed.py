@@ -32,6 +32,8 @@ PROCESS_ID = "JAXTRAIN_PROCESS_ID"
 # Of a launcher, and the same in all attempts that it starts.
 START = "JAXTRAIN_START"
 LOCAL_DEVICE_IDS = "JAXTRAIN_LOCAL_DEVICE_IDS"
+# Addresses of keepers (`jaxtrain.host.keeper`), that of this host first.
+MEMORY = "JAXTRAIN_MEMORY"
 # Where hosts come and go, how many there are and how many there may be: 2/4.
 HOSTS = "JAXTRAIN_HOSTS"
 

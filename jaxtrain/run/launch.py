@@ -19,6 +19,7 @@ from typing import BinaryIO, TextIO
 
 from jaxtrain.host import distributed, exit_codes, output
 from jaxtrain.host.exit_codes import PEER_LOST, PREEMPTED
+from jaxtrain.host.keeper import Keeper
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path
 from jaxtrain.host.simulated import thread_setting
@@ -97,19 +98,23 @@ def run_launch(
     :func:`jaxtrain.host.exit_codes.of_run`. Raises ValueError for options that do not fit each
     other or this host."""
     check(options, command)
-    environ, run_dir = {distributed.START: secrets.token_hex(8)} | os.environ, _run_dir(command)
-    with output.lasting(), _Signals() as signals:
+    run_dir, keeps = (_value_of(name, command) for name in ("run-dir", "memory-every"))
+    environ = {distributed.START: secrets.token_hex(8)} | os.environ
+    memory = Keeper(_own_host(options)) if keeps else contextlib.nullcontext()
+    with output.lasting(), _Signals() as signals, memory as keeper:
+        address = keeper.address if keeper else ""
         attempts = _Attempts(options, run_dir, signals, sleep)
         if not options.elastic:
-            return _run_fixed(attempts, command, environ)
+            return _run_fixed(attempts, command, environ | {distributed.MEMORY: address})
         with Membership(
             as_path(run_dir) / HOSTS,
             host_counts(options),
             name=f"{socket.gethostname()}-{secrets.token_hex(4)}",
             processes=options.processes,
-            meet=lambda: options.coordinator or own_address(),
+            meet=lambda: options.coordinator or f"{_own_host(options)}:{free_port()}",
             newest=lambda: newest_step(run_dir),
             grace=options.grace_seconds,
+            memory=address,
         ) as hosts:
             return _run_elastic(attempts, command, environ, hosts)
 
@@ -192,6 +197,7 @@ def _run_elastic(
         last, there = now, f"{len(now.members)}/{max(host_counts(options))}"
         _say(f"round {now.number} on {there} hosts: {', '.join(now.names)}")
         own = {distributed.START: now.start, distributed.HOSTS: there}
+        own[distributed.MEMORY] = " ".join(hosts.memories)
         settings = process_settings(options, environ, now, name)
         line = resumed(command) if now.resumes else command
         first = now.first_process(name)
@@ -226,8 +232,17 @@ def _obeying(hosts: Membership, group: "Group") -> Callable[[], None]:
 
 def own_address() -> str:
     """An address of this host that others reach, if it has any, and a free port."""
+    return f"{_outside()}:{free_port()}"
+
+
+def _own_host(options: LaunchOptions) -> str:
+    """An address of this host that the others reach, if there are others and it has any."""
+    return _outside() if max(host_counts(options)) > 1 else "127.0.0.1"
+
+
+def _outside() -> str:
     outside = (each for each in distributed.addresses() if not each.startswith("127."))
-    return f"{next(outside, '127.0.0.1')}:{free_port()}"
+    return next(outside, "127.0.0.1")
 
 
 def host_counts(options: LaunchOptions) -> tuple[int, ...]:
@@ -277,12 +292,12 @@ def check(options: LaunchOptions, command: Sequence[str]) -> None:
         raise ValueError(f"{hosts} hosts must meet: give --coordinator HOST:PORT of host 0")
     if options.coordinator is not None:
         distributed.check_address(options.coordinator)
-    if options.max_restarts and _run_dir(command) is None:
+    if options.max_restarts and _value_of("run-dir", command) is None:
         raise ValueError(
             "--max-restarts needs a command with --run-dir, so that the restart finds the run that "
             "it is to resume"
         )
-    if options.elastic and _run_dir(command) is None:
+    if options.elastic and _value_of("run-dir", command) is None:
         raise ValueError(
             "--elastic needs a command with --run-dir, a folder that all hosts share: they meet in "
             "it"
@@ -538,11 +553,11 @@ class Group:
                     os.killpg(process.pid, number)
 
 
-def _run_dir(command: Sequence[str]) -> str | None:
-    """The folder that a command names."""
+def _value_of(name: str, command: Sequence[str]) -> str | None:
+    """The value of a flag in a command, None without it."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         flag, _, value = word.partition("=")
-        if flag in ("--run-dir", "--run_dir"):
+        if flag.replace("_", "-") == f"--{name}":
             return value or following
     return None
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxtrain import build
 from jaxtrain.experiment import Experiment, Metadata
-from jaxtrain.host import distributed, output, readings, storage
+from jaxtrain.host import distributed, hosts_memory, output, readings, storage
 from jaxtrain.host.chips import chip_of
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
@@ -36,6 +36,7 @@ from jaxtrain.run.hooks.logging import Logging
 from jaxtrain.run.hooks.profiling import Profiling
 from jaxtrain.run.hooks.saving import LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, Saving
 from jaxtrain.run.hooks.skips import ConsecutiveSkips
+from jaxtrain.run.hooks.snapshots import Snapshots, newest_snapshot
 from jaxtrain.run.hooks.stopping import ending, stopped_before
 from jaxtrain.run.observe import terminal, throughput, trackers
 from jaxtrain.run.observe.alerts import Alerts, webhook
@@ -207,7 +208,7 @@ def fit(
             )
         every = calls * math.ceil(options.eval_epochs * float(epoch) / calls)
         options = dataclasses.replace(options, eval_every=every, eval_epochs=0.0)
-    for name in ("eval_every", "save_every"):
+    for name in ("eval_every", "save_every", "memory_every"):
         if (every := getattr(options, name)) % calls:
             raise ValueError(
                 f"`{name}` is {every} and `steps_per_call` {calls}: a state is there between calls "
@@ -247,6 +248,8 @@ def _fit(
         # Before anything that takes long, as what comes before the loop does for a large model.
         stack.enter_context(ending_at_sigterm(handle_signals=handle_signals))
         peers = stack.enter_context(open_peer_group(connect=options.watch_peers))
+        if options.memory_every:
+            hosts_memory.connect()
         mesh = build.make_experiment_mesh(experiment)
         journal.costs |= _costs(mesh, peers, options.price)
         abstract = build.make_abstract_state(experiment, mesh)
@@ -276,18 +279,22 @@ def _fit(
         checkpoints = _open_checkpoints(metadata, options, run_dir)
         # Once, for the check of what has changed and for the restoration.
         saved = resume and folder.has_checkpoint(run_dir / folder.CHECKPOINTS)
-        changes, owner = [], None
+        changes, owner, state = [], None, None
         if resume:
             changes = _changes(experiment, abstract, checkpoints, run_dir, options, saved)
             # Before it is read: an earlier attempt that still runs must not save in between.
             owner = claim()
             journal.open(owner)
-        if resume and not saved:
+            if options.memory_every:
+                newest = checkpoints.latest_step() if saved else None
+                read = functools.partial(_restored, experiment, abstract)
+                state = newest_snapshot(journal, read, newer_than=newest)
+        if resume and not saved and state is None:
             _check_unsaved(run_dir, journal)
-        if saved:
+        if saved and state is None:
             with ledger.phase("restore"):
                 state = _restored(experiment, abstract, checkpoints)
-        else:
+        elif state is None:
             state = build.make_state(experiment, mesh)
         start = int(state.step)
         go_on = bool({"stopped", "all"} & set(options.accept_changes))
@@ -323,6 +330,7 @@ def _fit(
         noted = (owner.path, experiment.stack, metadata.config, run.progress.note)
         receipts = Receipts(*noted) if options.receipt else None
         saving, early = Saving(run, checkpoints, receipts), EarlyStopping(run)
+        snapshots = [stack.enter_context(Snapshots(run))] if options.memory_every else []
         evaluation, end = Evaluation(run, experiment, [saving, early, *hooks]), None
         if start < run.steps:
             early.recall(start)
@@ -337,7 +345,7 @@ def _fit(
         if start < run.steps and end is None:
             lies = build.stream_shardings(experiment, mesh)
             batches = stack.enter_context(experiment.train_batches(start, lies))
-            built_in = [evaluation, saving]
+            built_in = [evaluation, saving, *snapshots]
             if receipts is not None:
                 receipts.begin(start, state)
                 batches, built_in = receipts.watched(batches), [receipts, *built_in]

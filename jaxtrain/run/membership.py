@@ -64,13 +64,15 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Lease:
-    """The file of one host: its state, and the newest round that it has been in, if any."""
+    """The file of one host: its state, the newest round that it has been in, if any, and the
+    address of its keeper (:mod:`jaxtrain.host.keeper`), if it has one."""
 
     name: str
     processes: int
     state: str = WAITING
     round: Round | None = None
     beat: int = 0
+    memory: str = ""
 
     @property
     def number(self) -> int:
@@ -108,11 +110,13 @@ class Membership:
       meet: names an address HOST:PORT of this host where processes can meet.
       newest: returns the newest step that is saved, if any.
       grace: seconds that processes have to end a round by themselves, and again after ``STOP``.
+      memory: the address of this host's keeper, if it has one.
       beat: seconds between two writings of the lease; None for what suits the folder.
 
     Attributes:
       order: what the processes of the round are to be told: ``STOP``, ``KILL`` or None.
       complete: whether another host has told that the run is done.
+      memories: addresses of the keepers of the hosts that are there, this one's first.
     """
 
     def __init__(
@@ -125,13 +129,15 @@ class Membership:
         meet: Callable[[], str],
         newest: Callable[[], int | None],
         grace: float,
+        memory: str = "",
         beat: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._folder, self._counts, self._meet = folder, counts, meet
         self._newest, self._grace, self._clock = newest, grace, clock
         self._beat = beat or (REMOTE_BEAT_SECONDS if paths.is_remote(folder) else BEAT_SECONDS)
-        self.own = Lease(name, processes)
+        self.own = Lease(name, processes, memory=memory)
+        self.memories = (memory,)
         self.order: str | None = None
         self.complete = False
         # Seconds in which the others could be seen; of each the first time, its last beat and when
@@ -202,6 +208,8 @@ class Membership:
         self._heard[self.own.name] = (self.own.beat, self._time)
         oldest = self._time - SILENCE * self._beat
         alive = {name: each for name, each in leases.items() if self._heard[name][1] >= oldest}
+        others = [each.memory for name, each in alive.items() if name != self.own.name]
+        self.memories = (self.own.memory, *filter(None, others))
         if self.own.state == TRAINING:
             self._examine(leases, alive)
         elif self.own.state == WAITING:

@@ -54,6 +54,8 @@ class RunOptions:
         held-out losses of before and after.
       save_every: Steps between checkpoints; 0 for none but the one at the end.
       save_minutes: Minutes between checkpoints, besides those; 0 for none.
+      memory_every: Steps between snapshots of the state in the memory of each host and its
+        neighbour, held by `jaxtrain launch`: a restart continues from the newest; 0 for none.
       early_stop_patience: Stop after so many evaluations of eval_every in a row without a better
         best metric; the best checkpoint is kept, as with save_best, and concluded from. 0 never
         stops.
@@ -100,6 +102,7 @@ class RunOptions:
     early_stop_min_change: float = 0.0
     save_every: int = 0
     save_minutes: float = 0.0
+    memory_every: int = 0
     save_best: bool = False
     best_metric: str | None = None
     best_mode: Literal["min", "max"] | None = None
@@ -121,12 +124,17 @@ class RunOptions:
         least = dict.fromkeys(("eval_every", "save_every", "save_minutes", "hang_minutes"), 0)
         least |= {"max_consecutive_skips": 0, "log_every": 1, "keep": 1, "keep_best": 1}
         least |= dict.fromkeys(("eval_epochs", "sample_seconds", "early_stop_patience"), 0)
-        least |= {"early_stop_min_change": 0}
+        least |= {"early_stop_min_change": 0, "memory_every": 0}
         check_least(self, **least, price=0)
         if (self.best_metric is None) != (self.best_mode is None):
             raise ValueError(
                 f"`best_metric` is {self.best_metric!r} and `best_mode` {self.best_mode!r}: give "
                 "both, or neither"
+            )
+        if self.receipt and self.memory_every:
+            raise ValueError(
+                f"`memory_every` is {self.memory_every} and `receipt` is set: no receipt binds the "
+                "steps between a checkpoint and what is in memory; give one of them"
             )
         if self.eval_every and self.eval_epochs:
             raise ValueError(

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,16 @@ def no_gpus(monkeypatch):
 def test_processes_are_told_who_they_are_and_their_lines_are_prefixed(capfd):
     assert run_launch(LaunchOptions(processes=3), python(WHO)) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == [f"[{i}] I am {i} 3" for i in range(3)]
+
+
+def test_a_launcher_keeps_memory_for_a_command_that_asks_for_it(capfd):
+    show = "import os; print(os.environ['JAXTRAIN_MEMORY'])"
+    for flags, wanted in (
+        ((), r"\[0\] "),
+        (("--memory-every=5",), r"\[0\] 127\.0\.0\.1:\d+/\S{20,}"),
+    ):
+        assert run_launch(LaunchOptions(processes=1), python(show, *flags)) == 0
+        assert re.fullmatch(wanted, capfd.readouterr().out.rstrip("\n"))
 
 
 def test_hosts_count_on_and_meet_at_the_coordinator():
@@ -214,6 +225,7 @@ class Rounds:
 
     def __init__(self, *rounds):
         self.own, self.order, self.broken, self.complete = Lease("a", 1), None, False, False
+        self.memories = ("",)
         self.rounds = [
             Round(n, tuple((name, 1) for name in names), "a:1", "token", resumes=n > 1)
             for n, names in rounds

@@ -27,6 +27,7 @@ class Host:
             meet=lambda: f"{name}:1",
             newest=lambda: world.saved,
             grace=GRACE,
+            memory=f"{name}:2/token",
             beat=1.0,
             clock=lambda: world.now,
         )
@@ -94,6 +95,18 @@ class World:
 @pytest.fixture
 def world(tmp_path):
     return World(tmp_path, (1, 2, 4))
+
+
+def test_memory_is_that_of_all_hosts_that_are_there_and_the_own_first(world):
+    """Also of one that stands by, which may hold the only copy that is left."""
+    world.add("a", "b", "c")
+    world.beats(SETTLING + 4)
+    assert world.names() == ("a", "b")
+    assert world.hosts["b"].member.memories[0] == "b:2/token"
+    assert set(world.hosts["b"].member.memories) == {f"{name}:2/token" for name in "abc"}
+    world.hosts["a"].gone = True
+    world.beats(SILENCE + 3)
+    assert world.hosts["b"].member.memories == ("b:2/token", "c:2/token")
 
 
 def test_hosts_that_start_together_meet_in_one_round(world):

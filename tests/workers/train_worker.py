@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--memory-every", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--auto-resume", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.02, help="per batch")
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--eval-batches", type=int, default=0)
     parser.add_argument("--profile-steps")
     parser.add_argument("--exact", type=int, default=0, help="grains")
+    parser.add_argument("--fsdp", action="store_true", help="over all devices")
     args = parser.parse_args()
     os.chdir(args.chdir)
 
@@ -60,6 +62,7 @@ def main() -> None:
 
     import jaxtrain as jt
     from jaxtrain import data
+    from jaxtrain.layout import MeshShape
     from jaxtrain.run.checkpoints.checkpointer import digest
     from tests import problems
 
@@ -106,11 +109,12 @@ def main() -> None:
                 sys.exit(3)
             return "it is late" if last and step == args.end_at else False
 
+    mesh = MeshShape(data=1, fsdp=-1) if args.fsdp else MeshShape()
     experiment = jt.Experiment.of(
         name="worker",
         init_fn=init,
         loss_fn=jt.row_wise(loss_fn) if args.exact else loss_fn,
-        layout=jt.Layout(exact=args.exact),
+        layout=jt.Layout(exact=args.exact, mesh=mesh),
         optimizer=jt.make_optimizer("adamw", 1e-2),
         batch=batches.shapes,
         train_batches=lambda start, sharding: data.BatchStream(
@@ -127,6 +131,7 @@ def main() -> None:
         auto_resume=args.auto_resume,
         log_every=1,
         save_every=args.save_every,
+        memory_every=args.memory_every,
         eval_every=args.eval_every,
         profile_steps=args.profile_steps,
         hang_minutes=args.hang_seconds / 60,

@@ -280,6 +280,10 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
                 # Made in the background, a directory that cannot be made (full disk) leaves the
                 # other items' threads waiting five minutes for it, and the process with them.
                 async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+                # One step may be saved in two directories at a time, whose barriers must differ.
+                multiprocessing_options=ocp.options.MultiprocessingOptions(
+                    barrier_sync_key_prefix=self.directory.name
+                ),
             )
             # Written together by all that have the same shard, each part of it would be sliced off
             # on its device first: of all leaves at once, half a state where two have it.

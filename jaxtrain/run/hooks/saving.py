@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,6 +35,17 @@ LAST_SAVE_SECONDS, STOPPED_SAVE_SECONDS, LAST_PAUSE_SECONDS = 300.0, 20.0, 2.0
 LASTING_TRIES = 3
 # Between two looks at how much of a save has been written.
 LOOK_SECONDS = 5.0
+
+
+def save(run: Run, checkpoints: Checkpointer, step: int, state: TrainState, **given: Any) -> bool:
+    """Starts saving a run's state as a checkpoint; see :meth:`Checkpointer.save`."""
+    frozen = () if run.options.save_frozen else optim.frozen_of(state)
+    config, marks = run.metadata.config, run.data.watermarks
+    if marks is not None:
+        config = {**config, WATERMARKS: marks.before(step)}
+    left_out = [f"params/{name}" for name in frozen]
+    state = run.stack.in_order(state)
+    return checkpoints.save(step, state, config=config, leave_out=left_out, **given)
 
 
 class Saving(Hook):
@@ -198,18 +210,9 @@ class Saving(Hook):
         self.run.owner.check()
         evaluated, means = self.evaluated
         metrics = {f"eval/{name}": x for name, x in means.items() if not np.ndim(x)}
-        keep = self.run.options.save_frozen
-        frozen = () if keep else optim.frozen_of(state)
-        since, config, marks = self.clock(), self.run.metadata.config, self.run.data.watermarks
-        if marks is not None:
-            config = {**config, WATERMARKS: marks.before(step)}
-        started = self.checkpoints.save(
-            step,
-            self.run.stack.in_order(state),
-            metrics=metrics if evaluated == step else None,
-            config=config,
-            leave_out=[f"params/{name}" for name in frozen],
-        )
+        since = self.clock()
+        given = {"metrics": metrics if evaluated == step else None}
+        started = save(self.run, self.checkpoints, step, state, **given)
         if started:
             self.writing = (step, since)
             if self.receipts is not None:

@@ -29,6 +29,7 @@ from jaxtrain.run.observe.writers import GrowingFile
 # Every event, as a line names it.
 START, READY, KILLED, END = "start", "ready", "killed", "end"
 CHECKPOINT, SAVE_FAILED, TRACE = "checkpoint", "save failed", "trace"
+FROM_MEMORY = "read from memory"
 ALERT, ALERT_NOT_POSTED, TRACKER = "alert", "alert not posted", "tracker"
 CONCLUSION, FORECAST, OUTPUT_LOST = "conclusion", "forecast", "output lost"
 # Between two heartbeats, on a disk and in a bucket.

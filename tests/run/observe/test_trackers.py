@@ -21,7 +21,7 @@ import pytest
 from etils import epath
 
 import jaxtrain as jt
-from jaxtrain.host import memory, readings
+from jaxtrain.host import answering, memory, readings
 from jaxtrain.host.exit_codes import Ended
 from jaxtrain.run.observe import trackers
 from jaxtrain.run.observe.journal import read_events
@@ -207,7 +207,7 @@ def test_who_connects_and_says_nothing_takes_few_places_and_not_for_long(tmp_pat
     address = ("127.0.0.1", writer.port)
     idle = [socket.create_connection(address, timeout=10) for _ in range(12)]
     served = [thread for thread in threading.enumerate() if "process_request" in thread.name]
-    assert len(served) <= prometheus.CONNECTIONS
+    assert len(served) <= answering.CONNECTIONS
     for each in idle:  # all are sent away
         with each:
             assert each.recv(1) == b""

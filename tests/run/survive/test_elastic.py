@@ -27,7 +27,7 @@ def hosts(folder, *names, **more):
     started = {}
     run = ["--run-dir", str(folder / "run"), "--steps", str(more.pop("steps", STEPS))]
     run += ["--save-every", "20", "--seconds", "0.1", "--devices", "2"]
-    run += ["--exact", str(more.pop("exact", 0))]
+    run += ["--exact", str(more.pop("exact", 0)), *more.pop("flags", [])]
 
     def add(name):
         line = ["-m", "jaxtrain", "launch", *FLAGS, "--", sys.executable, WORKER, *run]

@@ -5,7 +5,6 @@ It reads what the runs have written and asks nothing of them.
 
 import contextlib
 import dataclasses
-import http.server
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxtrain.host import answering
 from jaxtrain.host.memory import human_count
 from jaxtrain.host.paths import as_path, is_folder, listed
 from jaxtrain.run.observe.report.health import LEVELS, Finding, examine, recent
@@ -93,9 +93,7 @@ def runs_in(names: Sequence[str]) -> list[epath.Path]:
     return found
 
 
-def serve(
-    look: Callable[[], list[Record]], port: int | None, every: float
-) -> http.server.ThreadingHTTPServer:
+def serve(look: Callable[[], list[Record]], port: int | None, every: float) -> answering.Server:
     """Opens the page on localhost; no other file is served.
 
     It is made anew, of the runs that ``look`` reads, whenever it is asked for, and a page that is
@@ -103,9 +101,7 @@ def serve(
     free one where that is taken. Raises OSError where the port is taken.
     """
 
-    class Page(http.server.BaseHTTPRequestHandler):
-        timeout = 5.0  # of who connects and says nothing
-
+    class Page(answering.Handler):
         def do_GET(self) -> None:
             # A page of somebody else's, whose name was made to lead here, is not to read the runs.
             host = self.headers.get("Host", "").partition(":")[0]
@@ -116,20 +112,12 @@ def serve(
                 body, status, kind = make_page(look(), every=every), 200, "html"
             except (OSError, ValueError) as error:  # A run that is moved away meanwhile.
                 body, status, kind = str(error), 503, "plain"
-            with contextlib.suppress(ConnectionError):  # The browser has gone.
-                self.send_response(status)
-                self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
-                self.send_header("Content-Length", str(len(body.encode())))
-                self.send_header("Cache-Control", "no-store")
-                self.end_headers()
-                self.wfile.write(body.encode())
-
-        def log_message(self, *_: object) -> None:
-            """Requests are no news."""
+            headers = {"Content_Type": f"text/{kind}; charset=utf-8", "Cache_Control": "no-store"}
+            self.answer(body.encode(), status=status, **headers)
 
     for number in (PORT, 0) if port is None else (port,):
         try:
-            return http.server.ThreadingHTTPServer(("127.0.0.1", number), Page)
+            return answering.Server(("127.0.0.1", number), Page)
         except OSError as error:
             failed = error
     raise OSError(f"port {number} of this machine cannot be used ({failed.strerror}): give another")

@@ -1,23 +1,18 @@
 """The newest value of every metric for Prometheus: ``metrics.prom``, and ``/metrics`` at a port."""
 
-import contextlib
-import http.server
 import re
-import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from etils import epath
 
+from jaxtrain.host import answering
 from jaxtrain.host.paths import is_remote, write_whole
 from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.writers import flat
 
 # Between two writings of the file, on a disk and in a bucket.
 FILE_SECONDS, REMOTE_FILE_SECONDS = 1.0, 30.0
-# How many may be connected at a time, and how long one may say nothing.
-CONNECTIONS, REQUEST_SECONDS = 8, 5.0
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -40,12 +35,10 @@ class PrometheusWriter:
         self._text, self._written_at, self._server = "", float("-inf"), None
         self.port = None
         if address is not None:
-            self._server = _Server(address, _Handler)
-            self._server.text = lambda: self._text
+            text = staticmethod(lambda: self._text)
+            self._server = answering.Server(address, type("Handler", (_Handler,), {"text": text}))
             self.port = self._server.server_port
-            threading.Thread(
-                target=self._server.serve_forever, name="jaxtrain-metrics", daemon=True
-            ).start()
+            self._server.start("jaxtrain-metrics")
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Takes the values of a line in place of those before."""
@@ -103,41 +96,10 @@ def exposition(gauges: Mapping[tuple[str, str], float], run: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-class _Server(http.server.ThreadingHTTPServer):
-    """Answers a few at a time: what is connected takes a descriptor of the run's."""
-
-    daemon_threads = True
+class _Handler(answering.Handler):
     text: Callable[[], str]
-
-    def __init__(self, *args: Any):
-        self._places = threading.BoundedSemaphore(CONNECTIONS)
-        super().__init__(*args)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    timeout = REQUEST_SECONDS
 
     def do_GET(self) -> None:
         found = self.path.split("?")[0] in ("/metrics", "/")
-        body = self.server.text().encode() if found else b""
-        with contextlib.suppress(OSError):  # whoever asked has gone
-            self.send_response(200 if found else 404)
-            self.send_header("Content-Type", CONTENT_TYPE)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """A scrape is no news."""
+        body = self.text() if found else ""
+        self.answer(body.encode(), status=200 if found else 404, Content_Type=CONTENT_TYPE)

@@ -1,0 +1,106 @@
+"""A store of objects in the memory of one host, for whoever knows its address and token.
+
+A launcher keeps one while it lives, so what its processes put there outlives them and ends with it.
+It speaks HTTP: PUT, GET and DELETE of ``/TOKEN/NAME``, where DELETE takes what is below the name
+too, and GET of ``/TOKEN/?NAME`` for the sizes of what is below it.
+"""
+
+import hmac
+import http.client
+import json
+import secrets
+from http import HTTPStatus
+from typing import Self
+from urllib.parse import quote, unquote
+
+from jaxtrain.host import answering
+
+# How long a host that may be gone is waited for, and how long a connection may say nothing.
+SILENT_SECONDS = 20.0
+# Each process of a host and of the one before it writes some objects at a time.
+CONNECTIONS = 512
+
+
+class Keeper:
+    """Serves its objects while it is open.
+
+    Args:
+      host: the name or address under which other hosts reach this one; with ``127.0.0.1`` no other
+        host does.
+
+    Attributes:
+      address: ``HOST:PORT/TOKEN``, for :func:`ask`.
+      objects: the objects by their names.
+
+    >>> with Keeper("127.0.0.1") as keeper:
+    ...     ask(keeper.address, "PUT", "a/b", b"bytes"), ask(keeper.address, "GET", "a/b")
+    (b'', b'bytes')
+    """
+
+    def __init__(self, host: str):
+        self.objects: dict[str, bytes] = {}
+        token, here = secrets.token_urlsafe(16), host if host.startswith("127.") else ""
+        handler = type("Handler", (_Handler,), {"objects": self.objects, "token": token})
+        self._server = answering.Server((here, 0), handler, connections=CONNECTIONS)
+        self.address = f"{host}:{self._server.server_port}/{token}"
+
+    def __enter__(self) -> Self:
+        self._server.start("jaxtrain-keeper")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self.objects.clear()
+
+
+def ask(address: str, method: str, name: str, body: bytes = b"", *, below: str = "") -> bytes:
+    """Makes one request of a keeper and returns its answer. Raises FileNotFoundError where there is
+    no such object, and OSError where no keeper answers."""
+    host, _, token = address.partition("/")
+    connection = http.client.HTTPConnection(host, timeout=SILENT_SECONDS)
+    try:
+        path = f"/{token}/{quote(name)}" + (f"?{quote(below)}" if below else "")
+        connection.request(method, path, body)
+        answer = connection.getresponse()
+        found = answer.read()
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"the memory of {host} cannot be asked ({error!r})") from error
+    finally:
+        connection.close()
+    if answer.status != HTTPStatus.OK:
+        missing = answer.status == HTTPStatus.NOT_FOUND
+        kind = FileNotFoundError if missing else ConnectionError
+        raise kind(f"the memory of {host} answers {answer.status} for '{name}'")
+    return found
+
+
+class _Handler(answering.Handler):
+    timeout = SILENT_SECONDS
+    objects: dict[str, bytes]
+    token: str
+
+    def do_GET(self) -> None:
+        token, _, name = self.path[1:].partition("/")
+        name, listing, below = map(unquote, name.partition("?"))
+        if not hmac.compare_digest(token.encode(), self.token.encode()):
+            self.answer(b"", status=HTTPStatus.FORBIDDEN)
+        elif listing:
+            sizes = {each: len(data) for each, data in self._below(below)}
+            self.answer(json.dumps(sizes).encode())
+        elif self.command == "PUT":
+            self.objects[name] = self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(b"")
+        elif self.command == "DELETE":
+            for each, _ in self._below(name):
+                self.objects.pop(each, None)
+            self.answer(b"")
+        elif (data := self.objects.get(name)) is None:
+            self.answer(b"", status=HTTPStatus.NOT_FOUND)
+        else:
+            self.answer(data)
+
+    do_PUT = do_DELETE = do_GET
+
+    def _below(self, name: str) -> list[tuple[str, bytes]]:
+        return [x for x in list(self.objects.items()) if f"{x[0]}/".startswith(f"{name}/")]
