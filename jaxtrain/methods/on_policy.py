@@ -18,6 +18,7 @@ deviation of one real action.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -80,18 +81,25 @@ class OnPolicy:
         return self.epochs * self.minibatches
 
 
-def advantages(
+def v_trace(
     played: Mapping[str, jax.Array],
+    ratio_ET: jax.Array,
     value_ET: jax.Array,
     after_ET: jax.Array,
     *,
     discount: float,
     trace: float,
-) -> jax.Array:
-    """Returns generalised advantage estimates [E, T] (Schulman et al. 2016, equation 16).
+) -> tuple[jax.Array, jax.Array]:
+    """Returns advantages [E, T], and V-trace targets of the critic (Espeholt et al. 2018,
+    https://arxiv.org/abs/1802.01561, equation 1 with both ceilings 1, and remark 2).
+
+    Where all ratios are 1 the advantages are generalised advantage estimates (Schulman et al. 2016,
+    equation 16), and the targets those and the values.
 
     Args:
       played: ``reward``, ``terminated`` and ``over`` [E, T]; over is terminated or truncated.
+      ratio_ET: the probability of each action by the policy that learns, over that by which it was
+        drawn.
       value_ET: the critic's value of the state of each step.
       after_ET: its value of the state that the step led to, before any reset.
       discount: gamma.
@@ -99,24 +107,23 @@ def advantages(
 
     >>> played = {"reward": jnp.ones((1, 2)), "over": jnp.array([[False, True]])}
     >>> played["terminated"] = jnp.zeros((1, 2), bool)  # truncated, and worth 4 beyond
-    >>> advantages(played, jnp.zeros((1, 2)), 4 * jnp.ones((1, 2)), discount=0.5, trace=1.0)
+    >>> given = played, jnp.ones((1, 2)), jnp.zeros((1, 2)), 4 * jnp.ones((1, 2))
+    >>> v_trace(*given, discount=0.5, trace=1.0)[0]
     Array([[4.5, 3. ]], dtype=float32)
     """
     beyond_ET = jnp.where(played["terminated"], 0.0, after_ET)
     error_ET = played["reward"] + discount * beyond_ET - value_ET
-    return _summed(error_ET, discount * trace * ~played["over"])
+    later_ET = discount * trace * ~played["over"]
 
+    def back(total_E: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
+        error_E, later_E, weight_E = now
+        gain_E = error_E + later_E * total_E
+        return (total_E := weight_E * gain_E), (gain_E, total_E)
 
-def _summed(error_ET: jax.Array, factor_ET: jax.Array) -> jax.Array:
-    """Sums from the end: ``sum_t = error_t + factor_t * sum_{t + 1}``."""
-
-    def back(total_E: jax.Array, now: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        total_E = now[0] + now[1] * total_E
-        return total_E, total_E
-
-    pairs = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), (error_ET, factor_ET))
-    _, sums_TE = jax.lax.scan(back, jnp.zeros_like(error_ET[:, 0]), pairs, reverse=True)
-    return jnp.swapaxes(sums_TE, 0, 1)
+    given = jax.tree.map(jnp.transpose, (error_ET, later_ET, jnp.minimum(ratio_ET, 1.0)))
+    _, found = jax.lax.scan(back, jnp.zeros_like(error_ET[:, 0]), given, reverse=True)
+    gain_ET, total_ET = jax.tree.map(jnp.transpose, found)
+    return gain_ET, value_ET + total_ET
 
 
 def sample(environment: Environment, rng: jax.Array, head: jax.Array) -> jax.Array:
@@ -201,6 +208,68 @@ def episodes(environment: Environment, policy: Policy) -> Callable[..., Any]:
     return loss
 
 
+def begun(environment: Environment, count: int, rng: jax.Array) -> dict[str, Any]:
+    """Begins an episode of each of so many actors, and the account of their returns."""
+    zeros_E = jnp.zeros(count)
+    return {
+        "state": jax.vmap(environment.reset)(jax.random.split(rng, count)),
+        "age": jnp.zeros(count, jnp.int32),
+        "return": zeros_E,
+        "last": zeros_E,
+        "ended": zeros_E > 0,
+    }
+
+
+def rollout(
+    environment: Environment,
+    policy: Policy,
+    steps: int,
+    params: PyTree,
+    actors: PyTree,
+    rng: jax.Array,
+    numbers_E: jax.Array,
+) -> tuple[PyTree, dict[str, jax.Array]]:
+    """Lets every actor act for so many steps, and those begin anew whose episodes end.
+
+    Args:
+      actors: of :func:`begun`.
+      rng: with which, and their numbers, they draw.
+
+    Returns:
+      The actors then, and what was played, [E, T, ...]: ``observation``, ``action``, ``reward``,
+      ``next`` (what was seen then, before any reset), ``terminated`` and ``over``; and ``return``
+      [E] of the last episode that each has ended, or of what it has got so far.
+    """
+
+    def act(actors: PyTree, step: jax.Array) -> tuple[PyTree, dict[str, jax.Array]]:
+        key = jax.random.fold_in(rng, step)
+        keys_E2 = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(key, n)))(numbers_E)
+        seen_EO = _on_rows(jax.vmap(environment.observe)(actors["state"]))
+        head_EH, _ = policy(params, seen_EO)
+        action_E = jax.vmap(functools.partial(sample, environment))(keys_E2[:, 0], head_EH)
+        states, reward_E, terminated_E = jax.vmap(environment.step)(actors["state"], action_E)
+        age_E, return_E = actors["age"] + 1, actors["return"] + reward_E
+        over_E = terminated_E | (age_E >= environment.limit)
+        fresh = jax.vmap(environment.reset)(keys_E2[:, 1])
+        either = lambda a, b: jnp.where(over_E.reshape(-1, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
+        told = {"observation": seen_EO, "action": action_E, "reward": reward_E}
+        told |= {"next": jax.vmap(environment.observe)(states)}
+        told |= {"terminated": terminated_E, "over": over_E}
+        actors = {
+            "state": jax.tree.map(either, fresh, states),
+            "age": jnp.where(over_E, 0, age_E),
+            "return": jnp.where(over_E, 0, return_E),
+            "last": jnp.where(over_E, return_E, actors["last"]),
+            "ended": actors["ended"] | over_E,
+        }
+        return _on_rows(actors), told
+
+    actors, told = jax.lax.scan(act, actors, jnp.arange(steps))
+    told = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), told)
+    told["return"] = jnp.where(actors["ended"], actors["last"], actors["return"])
+    return actors, _on_rows(told)
+
+
 def on_policy(
     experiment: Any, environment: Environment, policy: Policy, how: OnPolicy = OnPolicy()
 ) -> Any:
@@ -208,7 +277,8 @@ def on_policy(
 
     Its optimizer makes ``how.updates`` updates in a step of the run, which its schedules count.
     ``return`` among the metrics is the mean over actors of the last episode that each has ended,
-    undiscounted; of an actor that has ended none, of what it has got so far.
+    undiscounted; of an actor that has ended none, of what it has got so far. ``loss`` is minus
+    that, by which members of a population are compared, and ``objective`` what is differentiated.
 
     Args:
       experiment: whose loss is :func:`clipped_loss`, and whose batches are ``{"actor": [E]}``, the
@@ -220,103 +290,108 @@ def on_policy(
     Raises:
       ValueError: the experiment has a method already.
     """
+    _check_free(experiment)
+    (E,) = experiment.data.batch["actor"].shape
+
+    def start(state: TrainState) -> TrainState:
+        rng = jax.random.fold_in(state.rng, jnp.uint32(2**32 - 1))  # which no step has
+        return dataclasses.replace(state, method={"actors": begun(environment, E, rng)})
+
+    def on_policy(step: Step) -> Step:
+        def update(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+            key, rng = jax.random.split(jax.random.fold_in(state.rng, state.step))
+            params = gather_for_loss(experiment.policy.cast_to_compute(state.params))
+            actors = _on_rows(state.method["actors"])
+            given = params, actors, key, batch["actor"]
+            actors, played = rollout(environment, policy, how.steps, *given)
+            played |= {"actor": batch["actor"]}
+            after, told = _passes(step, environment, policy, how, state, params, played, rng)
+            return dataclasses.replace(after, method={"actors": actors}), told
+
+        return update
+
+    rows = jax.eval_shape(functools.partial(begun, environment, E), jax.random.key(0))
+    lies = [
+        (f"^method/actors/{name}$", ("batch", *[None] * (x.ndim - 1)))
+        for name, x in named_leaves(rows).items()
+    ]
+    rules = experiment.task.rules
+    rules = dataclasses.replace(rules, state=OptionalRules((*rules.state, *lies)))
+    method = Method(on_policy, start=start, updates=how.updates, of_members=True)
+    return experiment.with_(method=method, rules=rules)
+
+
+def off_policy(
+    experiment: Any, environment: Environment, policy: Policy, how: OnPolicy = OnPolicy()
+) -> Any:
+    """Returns an :class:`jaxtrain.Experiment` of which a step is epochs over what others have
+    played, perhaps by older parameters.
+
+    Arguments and metrics are those of :func:`on_policy`, but for the batches: results of
+    :func:`rollout` with ``actor`` [E] and ``log_prob`` [E, T], that of the actions when they were
+    drawn. :func:`v_trace` says what they were worth; where nothing is old, it is the same step.
+    """
+    _check_free(experiment)
+
+    def off_policy(step: Step) -> Step:
+        def update(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
+            _, rng = jax.random.split(jax.random.fold_in(state.rng, state.step))
+            params = gather_for_loss(experiment.policy.cast_to_compute(state.params))
+            return _passes(step, environment, policy, how, state, params, batch, rng)
+
+        return update
+
+    return experiment.with_(method=Method(off_policy, updates=how.updates))
+
+
+def _check_free(experiment: Any) -> None:
     if experiment.method != Method():
         raise ValueError(
             f"experiment {experiment.name!r} has a method of its own, such as replicas of local "
             "updates, and its actors are one: leave it out"
         )
-    (E,) = experiment.data.batch["actor"].shape
-    cast = experiment.policy.cast_to_compute
 
-    def begun(rng: jax.Array) -> dict[str, Any]:
-        zeros_E = jnp.zeros(E)
-        return {
-            "state": jax.vmap(environment.reset)(jax.random.split(rng, E)),
-            "age": jnp.zeros(E, jnp.int32),
-            "return": zeros_E,
-            "last": zeros_E,
-            "ended": zeros_E > 0,
-        }
 
-    def start(state: TrainState) -> TrainState:
-        rng = jax.random.fold_in(state.rng, jnp.uint32(2**32 - 1))  # which no step has
-        return dataclasses.replace(state, method={"actors": begun(rng)})
+def _passes(
+    step: Step,
+    environment: Environment,
+    policy: Policy,
+    how: OnPolicy,
+    state: TrainState,
+    params: PyTree,
+    played: Mapping[str, jax.Array],
+    rng: jax.Array,
+) -> tuple[TrainState, dict[str, Any]]:
+    """Takes the train step for each minibatch of each epoch over what was played."""
+    head_ETH, value_ET = policy(params, played["observation"])
+    _, after_ET = policy(params, played["next"])
+    rows = {name: played[name] for name in ("observation", "action")}
+    logs_ET, _ = log_prob(environment, head_ETH, played["action"])
+    rows["log_prob"] = played.get("log_prob", logs_ET)
+    scaled = {**played, "reward": played["reward"] * environment.scale}
+    given = scaled, jnp.exp(logs_ET - rows["log_prob"]), value_ET, after_ET
+    found = v_trace(*given, discount=how.discount, trace=how.trace)
+    rows["advantage"], rows["target"] = found
+    order_key, key = jax.random.split(rng)
 
-    def rollout(params: PyTree, actors: PyTree, rng: jax.Array, numbers_E: jax.Array) -> Any:
-        def act(actors: PyTree, step: jax.Array) -> tuple[PyTree, dict[str, jax.Array]]:
-            key = jax.random.fold_in(rng, step)
-            keys_E2 = jax.vmap(lambda n: jax.random.split(jax.random.fold_in(key, n)))(numbers_E)
-            seen_EO = _on_rows(jax.vmap(environment.observe)(actors["state"]))
-            head_EH, _ = policy(params, seen_EO)
-            action_E = jax.vmap(lambda *given: sample(environment, *given))(keys_E2[:, 0], head_EH)
-            states, reward_E, terminated_E = jax.vmap(environment.step)(actors["state"], action_E)
-            age_E, return_E = actors["age"] + 1, actors["return"] + reward_E
-            over_E = terminated_E | (age_E >= environment.limit)
-            fresh = jax.vmap(environment.reset)(keys_E2[:, 1])
-            either = lambda a, b: jnp.where(over_E.reshape(E, *[1] * (a.ndim - 1)), a, b)  # noqa: E731
-            told = {"observation": seen_EO, "action": action_E, "reward": reward_E}
-            told |= {"next": jax.vmap(environment.observe)(states)}
-            told |= {"terminated": terminated_E, "over": over_E}
-            actors = {
-                "state": jax.tree.map(either, fresh, states),
-                "age": jnp.where(over_E, 0, age_E),
-                "return": jnp.where(over_E, 0, return_E),
-                "last": jnp.where(over_E, return_E, actors["last"]),
-                "ended": actors["ended"] | over_E,
-            }
-            return _on_rows(actors), told
+    def order(number: jax.Array) -> jax.Array:
+        keys = jax.random.split(jax.random.fold_in(order_key, number), how.epochs)
+        draw = lambda key: jax.random.permutation(key, how.steps)  # noqa: E731
+        return jax.vmap(draw)(keys).reshape(how.updates, -1)
 
-        actors, told = jax.lax.scan(act, actors, jnp.arange(how.steps))
-        return actors, _on_rows(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), told))
+    def minibatch(state: TrainState, places_EK: jax.Array) -> tuple[TrainState, Any]:
+        take = lambda row, places: jax.tree.map(lambda x: x[places], row)  # noqa: E731
+        some = _on_rows(jax.vmap(take)(rows, places_EK))
+        gain_EK = some["advantage"]
+        gain_EK = (gain_EK - gain_EK.mean()) / (gain_EK.std() + 1e-8)
+        return step(state, some | {"advantage": gain_EK})
 
-    def judged(params: PyTree, played: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The rows of an epoch, of all steps [E, T]: what :func:`clipped_loss` takes."""
-        head_ETH, value_ET = policy(params, played["observation"])
-        _, after_ET = policy(params, played["next"])
-        played["reward"] = played["reward"] * environment.scale
-        given = {"discount": how.discount, "trace": how.trace}
-        gain_ET = advantages(played, value_ET, after_ET, **given)
-        rows = {name: played[name] for name in ("observation", "action")}
-        rows["log_prob"] = log_prob(environment, head_ETH, played["action"])[0]
-        return rows | {"advantage": gain_ET, "target": gain_ET + value_ET}
-
-    def on_policy(step: Step) -> Step:
-        def update(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
-            act_key, order_key, key = jax.random.split(jax.random.fold_in(state.rng, state.step), 3)
-            params = gather_for_loss(cast(state.params))
-            actors = _on_rows(state.method["actors"])
-            actors, played = rollout(params, actors, act_key, batch["actor"])
-            rows = judged(params, played)
-
-            def order(number: jax.Array) -> jax.Array:
-                keys = jax.random.split(jax.random.fold_in(order_key, number), how.epochs)
-                draw = lambda key: jax.random.permutation(key, how.steps)  # noqa: E731
-                return jax.vmap(draw)(keys).reshape(how.updates, -1)
-
-            def minibatch(state: TrainState, places_EK: jax.Array) -> tuple[TrainState, Any]:
-                take = lambda row, places: jax.tree.map(lambda x: x[places], row)  # noqa: E731
-                some = _on_rows(jax.vmap(take)(rows, places_EK))
-                gain_EK = some["advantage"]
-                gain_EK = (gain_EK - gain_EK.mean()) / (gain_EK.std() + 1e-8)
-                return step(state, some | {"advantage": gain_EK})
-
-            places_UEK = jnp.swapaxes(jax.vmap(order)(batch["actor"]), 0, 1)
-            begun = dataclasses.replace(
-                state, step=jnp.zeros_like(state.step), rng=key, method=None
-            )
-            after, metrics_U = jax.lax.scan(minibatch, begun, places_UEK)
-            now = {"step": state.step + 1, "rng": state.rng, "method": {"actors": actors}}
-            got_E = jnp.where(actors["ended"], actors["last"], actors["return"])
-            return dataclasses.replace(after, **now), joined(metrics_U) | {"return": got_E.mean()}
-
-        return update
-
-    rows = named_leaves(jax.eval_shape(begun, jax.random.key(0))).items()
-    lies = [(f"^method/actors/{n}$", ("batch", *[None] * (x.ndim - 1))) for n, x in rows]
-    rules = experiment.task.rules
-    rules = dataclasses.replace(rules, state=OptionalRules((*rules.state, *lies)))
-    method = Method(on_policy, start=start, updates=how.updates, of_members=True)
-    return experiment.with_(method=method, rules=rules)
+    places_UEK = jnp.swapaxes(jax.vmap(order)(played["actor"]), 0, 1)
+    inner = dataclasses.replace(state, step=jnp.zeros_like(state.step), rng=key, method=None)
+    after, metrics_U = jax.lax.scan(minibatch, inner, places_UEK)
+    told, got = joined(metrics_U), played["return"].mean()
+    told |= {"objective": told["loss"], "loss": -got, "return": got}
+    return dataclasses.replace(after, step=state.step + 1, rng=state.rng, method=state.method), told
 
 
 def _on_rows(tree: PyTree) -> PyTree:

@@ -16,11 +16,11 @@ from jaxtrain.engines.plain import plain
 from jaxtrain.methods.environments import ENVIRONMENTS, Environment
 from jaxtrain.methods.on_policy import (
     OnPolicy,
-    advantages,
     clipped_loss,
     log_prob,
     on_policy,
     sample,
+    v_trace,
 )
 from jaxtrain.tree import named_leaves
 
@@ -62,30 +62,36 @@ def experiment(how, environment=WALK, **more):
     return on_policy(made, environment, linear, how)
 
 
-def estimated(played, value, after, discount, trace):
-    """Generalised advantage estimates, a loop in float64."""
-    found = np.zeros_like(value, np.float64)
+def estimated(played, value, after, discount, trace, ratio=None):
+    """Advantages and targets by V-trace, a loop in float64."""
+    gains, targets = np.zeros_like(value, np.float64), np.zeros_like(value, np.float64)
+    ratio = np.ones_like(gains) if ratio is None else ratio
     for e in range(value.shape[0]):
-        total = 0.0
+        above = 0.0  # of the target over the value, a step later
         for t in reversed(range(value.shape[1])):
             beyond = 0.0 if played["terminated"][e, t] else after[e, t]
-            total *= discount * trace * (1 - played["over"][e, t])
-            total += played["reward"][e, t] + discount * beyond - value[e, t]
-            found[e, t] = total
-    return found
+            above = 0.0 if played["over"][e, t] else above
+            gains[e, t] = played["reward"][e, t] + discount * (beyond + trace * above) - value[e, t]
+            above = min(1.0, ratio[e, t]) * gains[e, t]
+            targets[e, t] = value[e, t] + above
+    return gains, targets
 
 
-def test_advantages_are_a_loop_over_steps():
+def test_advantages_and_targets_are_a_loop_over_steps():
     r = np.random.default_rng(1)
     played = {"reward": r.normal(size=(E, T)), "over": r.random((E, T)) < 0.3}
     played["terminated"] = played["over"] & (r.random((E, T)) < 0.5)
     value, after = r.normal(size=(2, E, T))
+    ratio = np.exp(r.normal(size=(E, T)))
     assert (played["over"] & ~played["terminated"]).any()
-    given = [jax.tree.map(jnp.float32, played) | {"terminated": played["terminated"]}, value, after]
-    given[0]["over"] = jnp.asarray(played["over"])
-    found = advantages(*given, discount=0.9, trace=0.8)
-    expected = estimated(played, value, after, 0.9, 0.8)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    narrow = jax.tree.map(lambda x: x if x.dtype == bool else np.float32(x), played)
+    for ratios in (ratio, np.ones((E, T))):
+        given = narrow, *map(np.float32, (ratios, value, after))
+        found = v_trace(*jax.tree.map(jnp.asarray, given), discount=0.9, trace=0.8)
+        expected = estimated(played, value, after, 0.9, 0.8, ratios)
+        np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(expected[0], expected[1] - value, rtol=1e-12)  # of equal policies
 
 
 def defined(params, batch, how, discrete):
@@ -147,7 +153,7 @@ def test_a_rollout_goes_on_through_ends_and_values_what_is_cut_off(monkeypatch):
     made, params = experiment(how), jax.tree.map(np.float64, drawn())
     mesh = build.make_experiment_mesh(made, jax.devices()[:1])
     before = build.make_state(made, mesh)
-    told = lambda state, batch: (state, batch | {"weight": 1.0, "skipped": 0})  # noqa: E731
+    told = lambda state, batch: (state, batch | {"loss": 7.0, "weight": 1.0, "skipped": 0})  # noqa: E731
     after, found = jax.jit(made.method.step(told))(before, {"actor": jnp.arange(E)})
     seen, done = np.float64(found["observation"]), np.asarray(found["action"])
     value, over = seen @ params["critic"], np.zeros((E, T), bool)
@@ -177,8 +183,8 @@ def test_a_rollout_goes_on_through_ends_and_values_what_is_cut_off(monkeypatch):
     assert ended.any()
     assert (over & ~ended).any()
     played = {"reward": 0.5 * reward, "over": over, "terminated": ended}
-    gain = estimated(played, value, next_value, 0.9, 0.8)
-    np.testing.assert_allclose(found["target"], gain + value, rtol=1e-4, atol=1e-5)
+    gain, target = estimated(played, value, next_value, 0.9, 0.8)
+    np.testing.assert_allclose(found["target"], target, rtol=1e-4, atol=1e-5)
     gain = (gain - gain.mean()) / gain.std()
     np.testing.assert_allclose(found["advantage"], gain, rtol=1e-4, atol=1e-5)
     head = seen @ params["actor"] + params["bias"]
@@ -186,6 +192,7 @@ def test_a_rollout_goes_on_through_ends_and_values_what_is_cut_off(monkeypatch):
     taken = np.log(np.take_along_axis(shares, done[..., None], -1)[..., 0])
     np.testing.assert_allclose(found["log_prob"], taken, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(found["return"], np.mean(got), rtol=1e-5)
+    assert (found["loss"], found["objective"]) == (-found["return"], 7)
 
 
 def test_actions_are_drawn_by_their_probabilities():
