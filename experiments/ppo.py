@@ -1,9 +1,11 @@
 """Train an actor and a critic by PPO: ``python -m experiments.ppo``.
 
-By default CartPole, whose 32 actors are rows of a batch and act inside the step.
+By default CartPole-v1, whose 32 actors are rows of a batch and act inside of the step: 409,600
+frames in 11 to 16 seconds on 2 busy CPU cores, after which the most probable actions hold the pole
+for all 500 steps with each of five seeds. Acrobot has -80 to -87, Pendulum -161 to -191.
 
     python -m experiments.ppo --environment acrobot
-    python -m experiments.ppo --environment pendulum
+    python -m experiments.ppo --environment pendulum --rollout.discount 0.95
 """
 
 import contextlib
@@ -69,14 +71,18 @@ def build(config: Config) -> jt.Experiment:
     return of_members(config, built)
 
 
-def built(config: Config) -> jt.Experiment:
-    """Builds the experiment of one member."""
-    environment, how = ENVIRONMENTS[config.environment], config.rollout
+def built(config: Config, method: Any = on_policy, **given: Any) -> jt.Experiment:
+    """Builds the experiment of one member, by a method; ``given`` are other fields of it."""
+    environment, how, E = ENVIRONMENTS[config.environment], config.rollout, config.global_batch
 
     def optimizer(stack: Any, **numbers: Any) -> Any:
         chosen = dataclasses.replace(config.optimizer, **numbers)
         return options.make_optimizer(chosen, steps=config.steps * how.updates)
 
+    own = {
+        "batch": {"actor": jax.ShapeDtypeStruct((E,), np.int32)},
+        "train_batches": functools.partial(actors, E),
+    }
     made = config.experiment(
         "ppo",
         init_fn=functools.partial(init, environment, config.hidden),
@@ -84,20 +90,19 @@ def built(config: Config) -> jt.Experiment:
         eval_loss_fn=episodes(environment, apply),
         rules=Rules(RULES),
         optimizer=optimizer,
-        batch={"actor": jax.ShapeDtypeStruct((config.global_batch,), np.int32)},
-        train_batches=functools.partial(actors, config.global_batch),
         eval_batches=lambda shardings: [numbered(config.episodes, shardings)],
-        items_per_step=config.global_batch * how.steps,
+        items_per_step=E * how.steps,
         item="frames",
         facts={
-            "environment": f"{environment.name}, {config.global_batch} actors of {how.steps} steps",
+            "environment": f"{environment.name}, {E} actors of {how.steps} steps",
             "model": f"two networks of {' '.join(map(str, config.hidden))}",
         },
         conclude=conclude,
         best_metric="return",
         best_mode="max",
+        **own | given,
     )
-    return on_policy(made, environment, apply, how)
+    return method(made, environment, apply, how)
 
 
 def numbered(count: int, shardings: Any) -> dict[str, jax.Array]:

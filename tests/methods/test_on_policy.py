@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments import ppo
+from experiments import actors, ppo
 from jaxtrain import build
 from jaxtrain.engines.plain import plain
 from jaxtrain.methods.environments import ENVIRONMENTS, Environment
@@ -232,6 +232,33 @@ def test_four_devices_compute_what_one_does():
     one, four = map(named_leaves, ends)
     for name in one:
         np.testing.assert_allclose(four[name], one[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_what_others_play_by_the_same_parameters_is_learned_from_alike():
+    """So V-trace is exact where nothing is old; and it is not where something is."""
+    config, ends = small(), []
+    made = ppo.build(config)
+    mesh = build.make_experiment_mesh(made, jax.devices()[:1])
+    state = build.make_state(made, mesh)
+    key = jax.random.split(jax.random.fold_in(state.rng, 0))[0]
+    given = state.params, state.method["actors"], key
+    played = {}
+    surer = jax.tree.map(lambda x: 30 * x, state.params)
+    for name, params in (("new", state.params), ("old", surer)):
+        play = jax.jit(functools.partial(actors.play, "cartpole", config.rollout))
+        _, played[name] = play(params, *given[1:])
+    train = build.compile_train(made, state, mesh)
+    ends.append(jax.device_get(train(state, {"actor": jnp.arange(8)})[0].params))
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    made = actors.build(actors.Config(**fields))
+    for batch in played.values():
+        state = build.make_state(made, mesh)
+        train = build.compile_train(made, state, mesh)
+        ends.append(jax.device_get(train(state, batch)[0].params))
+    chex.assert_trees_all_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_close(ends[2], ends[0], rtol=1e-2)
 
 
 @pytest.mark.slow
