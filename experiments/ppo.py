@@ -77,7 +77,7 @@ def built(config: Config, method: Any = on_policy, **given: Any) -> jt.Experimen
 
     def optimizer(stack: Any, **numbers: Any) -> Any:
         chosen = dataclasses.replace(config.optimizer, **numbers)
-        return options.make_optimizer(chosen, steps=config.steps * how.updates)
+        return options.make_optimizer(chosen, steps=config.steps * how.updates, global_batch=E)
 
     own = {
         "batch": {"actor": jax.ShapeDtypeStruct((E,), np.int32)},

@@ -162,6 +162,12 @@ def clipped_loss(environment: Environment, policy: Policy, how: OnPolicy) -> Cal
     @row_wise
     def loss(params: PyTree, batch: Mapping[str, jax.Array], rng: Any) -> WeightedLoss:
         del rng
+        if "advantage" not in batch:
+            raise ValueError(
+                f"the batch has {', '.join(batch)} and no advantages, which on_policy and "
+                "off_policy find: leave the experiment its method, and take no other around "
+                "rollouts"
+            )
         head, value = policy(params, batch["observation"])
         logs, entropy = log_prob(environment, head, batch["action"])
         change = logs - batch["log_prob"]

@@ -298,3 +298,9 @@ def test_members_of_a_population_are_their_runs_alone():
 def test_what_does_not_fit_is_refused(flags, message):
     with pytest.raises(ValueError, match=message):
         ppo.build(ppo.Config(**{name: make() for name, make in flags.items()}))
+
+
+def test_a_loss_without_its_method_says_so():
+    loss = clipped_loss(WALK, linear, OnPolicy())
+    with pytest.raises(ValueError, match="the batch has actor and no advantages"):
+        jax.eval_shape(loss, drawn(), {"actor": jnp.arange(E)}, None)
