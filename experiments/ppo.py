@@ -1,8 +1,8 @@
 """Train an actor and a critic by PPO: ``python -m experiments.ppo``.
 
 By default CartPole-v1, whose 32 actors are rows of a batch and act inside of the step: 409,600
-frames in 11 to 16 seconds on 2 busy CPU cores, after which the most probable actions hold the pole
-for all 500 steps with each of five seeds. Acrobot has -80 to -87, Pendulum -161 to -191.
+frames in 8 to 11 seconds on 2 busy CPU cores, after which the most probable actions hold the pole
+for all 500 steps with each of five seeds. Acrobot has -80 to -85, Pendulum -164 to -221.
 
     python -m experiments.ppo --environment acrobot
     python -m experiments.ppo --environment pendulum --rollout.discount 0.95
