@@ -24,7 +24,7 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
       ValueError: flags are varied that members cannot have apart.
     """
     population = config.population
-    if config.hold_frozen_in == "compute":
+    if getattr(config, "hold_frozen_in", None) == "compute":
         make = functools.partial(_held, make)
     if population == Population():
         return make(config)
@@ -34,6 +34,7 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
             "leave it out"
         )
     members = population.members(config.seed)
+    lora, adapter = getattr(config, "lora", LoRA()), getattr(config, "adapter", None)
     if (every := population.exploit_every) is not None and every < config.run.log_every:
         raise ValueError(
             f"--population.exploit-every is {every} and --log-every {config.run.log_every}: the "
@@ -48,22 +49,22 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
                 f"factor may multiply as members are copied: vary seed or {some}"
             )
         known = name == "seed" or name in OF_LORA or name.removeprefix("optimizer.") in VARIED
-        without = config.adapter is not None or config.lora.rank is None
+        without = adapter is not None or lora.rank is None
         if not known or (name in OF_LORA and without):
             some = ", ".join(f"optimizer.{each}" for each in VARIED)
             why = "it is no number that members can have apart"
             if known:
-                why = "--adapter says it" if config.adapter else "--lora.rank is not given"
+                why = "--adapter says it" if adapter else "--lora.rank is not given"
             raise ValueError(
                 f"--population.vary has {name}: {why}; vary {', '.join(OF_LORA)}, seed or {some}"
             )
-    loras = [_lora(config.lora, flags) for flags in members]
+    loras = [_lora(lora, flags) for flags in members]
     numbers = [_numbers(flags) for flags in members]
     for each in numbers:  # which are checked while they are numbers
         make_optimizer(dataclasses.replace(config.optimizer, **each), steps=config.steps)
     if len(set(loras)) > 1:
         loras = [Strengths(**vars(lora)) for lora in loras]
-    alone = {lora: make(dataclasses.replace(config, lora=lora)) for lora in set(loras)}
+    alone = {each: make(_with_lora(config, each)) for each in set(loras)}
     whole = alone[max(loras, key=lambda lora: lora.rank or 0)]
     made = [
         Member(alone[lora].laid.init_fn, int(flags["seed"]), each, flags)
@@ -80,6 +81,10 @@ def of_members(config: Any, make: Callable[[Any], jt.Experiment]) -> jt.Experime
 
 def _held(make: Callable[[Any], jt.Experiment], config: Any) -> jt.Experiment:
     return hold_in_compute(make(config))
+
+
+def _with_lora(config: Any, lora: LoRA) -> Any:
+    return dataclasses.replace(config, lora=lora) if hasattr(config, "lora") else config
 
 
 def _lora(lora: LoRA, flags: Mapping[str, float]) -> LoRA:

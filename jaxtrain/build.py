@@ -69,9 +69,10 @@ def depends_on_microbatches(experiment: Experiment, state: TrainState) -> bool:
     """Whether another number of microbatches changes more than rounding.
 
     So it is where the loss is a scalar, whose mean is one of means, where it has model state, which
-    each of them changes, and where it draws numbers and not row by row.
+    each of them changes, and where it draws numbers and not row by row; and where a method makes
+    several updates of a step, of other batches than the data's.
     """
-    if experiment.task.has_model_state:
+    if experiment.task.has_model_state or experiment.method.updates > 1:
         return True
     params = jax.eval_shape(experiment.policy.cast_to_compute, state.params)
     given = params, jax.eval_shape(experiment.policy.cast_inputs, experiment.data.batch)

@@ -67,6 +67,7 @@ BASES: dict[str, dict[str, str]] = {
     "experiments.t5": _TEXTS
     | {"--tokenizer": "bytes", "--held-out-bytes": "2000", "--examples": "0"},
     "experiments.vision": _ANY,
+    "experiments.ppo": _ANY | {"--rollout.steps": "8", "--episodes": "8"},
 }
 _RULE = "--optimizer."
 _READ_BY_STEP = ("--optimizer.freeze", "--optimizer.accumulate", "--optimizer.watch-every")
@@ -202,9 +203,12 @@ def _models() -> Iterator[Capability]:
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
+        ("on-policy rollouts", "ppo", (), "actor|rollout|method|ppo|model|layers|stages"),
     ):
         layout = "data=2,expert=2" if "expert" in called else ""
         own = {"module": f"experiments.{module}", "called": called}
+        # The later updates of its step are of parameters that have been rounded otherwise.
+        own["tolerance"] = 1e-4 if module == "ppo" else 0.0
         yield Capability(name, "model", flags, layout, **own)
 
 

@@ -346,6 +346,7 @@ def compile_on(
     parts = {"accumulate": 1, "pipeline.microbatches": microbatches}
     layout = layout.with_(parts if piped else {"accumulate": microbatches})
     chain = functools.partial(optimizer_for, experiment)
+    replays &= experiment.method.updates == 1
     experiment = experiment.with_(
         optimizer=lambda stack: optax.chain(_compared(replays), chain(stack)),
         freeze=None,  # which the chain does

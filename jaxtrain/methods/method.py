@@ -35,6 +35,8 @@ class Method:
         nothing has to change.
       every: steps from one meeting of replicas to the next, where they send nothing but scalars
         between meetings (``plan`` says how long those take); None for other methods.
+      updates: updates of the parameters in one step. Where it is 1 ``parity`` replays gradients.
+      of_members: each member of a population may have the method, with a state of its own.
       facts, fingerprints: what it adds to those of :class:`jaxtrain.experiment.Metadata`.
 
     >>> import jax, optax
@@ -56,6 +58,8 @@ class Method:
         lambda state, shapes: None
     )
     every: int | None = None
+    updates: int = 1
+    of_members: bool = False
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -157,7 +157,8 @@ def populate(
     Raises:
       ValueError: the experiment has a method already, or a single member is to be copied.
     """
-    if experiment.method != Method():
+    inner = experiment.method
+    if inner != Method() and not inner.of_members:
         raise ValueError(
             "a population is given and the experiment has a method of its own, such as replicas of "
             "local updates: leave one out"
@@ -202,6 +203,7 @@ def populate(
         )
         stack = lambda *x: jnp.stack(x)  # noqa: E731
         own = dataclasses.replace(alike, params=jax.tree.map(stack, *params), rng=stack(*rngs))
+        own = own if inner.start is None else jax.vmap(inner.start)(own)
         names = members[0].numbers
         numbers = {name: jnp.float32([m.numbers[name] for m in members]) for name in names}
         rest = {"opt_state": (), "loss_scale": None, "memory": None}
@@ -212,6 +214,8 @@ def populate(
         return dataclasses.replace(state, params=first, **rest)
 
     def population(step: Callable) -> Callable:
+        step = inner.step(step)
+
         def all_members(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
             def one(member: Mapping[str, Any], batch: PyTree, shared: PyTree) -> Any:
                 before = member["members"]
@@ -285,7 +289,8 @@ def populate(
         lines = _table(members, means, prefix, first)
         return dataclasses.replace(state, params=params), means, lines
 
-    method = Method(population, start=start, evaluation=evaluation, shown=shown)
+    own = {"evaluation": evaluation, "shown": shown, "updates": inner.updates}
+    method = Method(population, start=start, **own)
     flops = experiment.task.flops_per_step
     own = {"derived": told, "flops_per_step": flops and P * flops}
     return experiment.with_(method=method, **own)

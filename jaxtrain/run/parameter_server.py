@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,35 +223,19 @@ class Server(Hook):
         began: float,
         shardings: PyTree,
     ) -> Iterator[PyTree]:
-        ray, returned, lost = self._ray, collections.deque(), 0
+        ray, returned = self._ray, collections.deque()
         actor = ray.remote(Worker).options(num_cpus=1)
         make = functools.partial(actor.remote, self._options.experiment, self._flags)
-        workers = {number: make() for number in range(self._options.workers)}
-        busy: dict[Any, tuple[int, int, tuple[int, PyTree]]] = {}
 
-        def give(number: int) -> None:
+        def give(worker: Any) -> tuple[Any, tuple[int, tuple[int, PyTree]]]:
             batch = returned.popleft() if returned else next(fresh)
             given = (self._read, jax.device_get(batch[1]), batch[0])
-            busy[workers[number].gradient.remote(*given)] = (number, self._step, batch)
+            return worker.gradient.remote(*given), (self._step, batch)
 
-        for number in workers:
-            give(number)
-        while True:
-            (done, *_), _ = ray.wait(list(busy))
-            number, read, batch = busy.pop(done)
-            try:
-                arrived, lost = ray.get(done), 0
-            except ray.exceptions.RayActorError as error:
-                if (lost := lost + 1) > LOSSES:
-                    raise RuntimeError(
-                        f"{lost} workers were lost one after another without a gradient from any: "
-                        f"{error}"
-                    ) from error
-                print(f"worker {number} is lost, and another takes its place", flush=True)
-                returned.append(batch)
-                workers[number] = make()
-                give(number)
-                continue
+        again = lambda about: returned.append(about[1])  # noqa: E731
+        for number, (read, batch), arrived in answers(
+            ray, make, give, self._options.workers, lost=again
+        ):
             if (delay := step - read) <= self._options.late:
                 row = {"worker": number, "batch": batch[0], "delay": delay}
                 row["seconds"] = round(time.monotonic() - began, 3)
@@ -261,4 +245,50 @@ class Server(Hook):
                 step += 1
             else:
                 returned.append(batch)
-            give(number)
+
+
+def answers(
+    ray: Any,
+    make: Callable[[], Any],
+    give: Callable[[Any], tuple[Any, Any]],
+    count: int,
+    *,
+    lost: Callable[[Any], None] = lambda about: None,
+) -> Iterator[tuple[int, Any, Any]]:
+    """Yields what workers on Ray answer, as it arrives; one that is lost is replaced.
+
+    Args:
+      ray: the package.
+      make: starts a worker.
+      give: gives a worker something to do; returns the reference of the answer, and what it is
+        about. A worker is given the next when its answer has been dealt with.
+      count: number of workers.
+      lost: called with what a lost worker's answer would have been about.
+
+    Yields:
+      The number of the worker, what its answer is about, and the answer.
+
+    Raises:
+      RuntimeError: so many workers are lost in a row without any answer (:data:`LOSSES`).
+    """
+    workers, losses = {number: make() for number in range(count)}, 0
+    first = ((number, *give(worker)) for number, worker in workers.items())
+    busy = {answer: (number, about) for number, answer, about in first}
+    while True:
+        (done, *_), _ = ray.wait(list(busy))
+        number, about = busy.pop(done)
+        try:
+            arrived, losses = ray.get(done), 0
+        except ray.exceptions.RayActorError as error:
+            if (losses := losses + 1) > LOSSES:
+                raise RuntimeError(
+                    f"{losses} workers were lost one after another without an answer from any: "
+                    f"{error}"
+                ) from error
+            print(f"worker {number} is lost, and another takes its place", flush=True)
+            lost(about)
+            workers[number] = make()
+        else:
+            yield number, about, arrived
+        answer, about = give(workers[number])
+        busy[answer] = number, about

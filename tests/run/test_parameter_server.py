@@ -50,7 +50,7 @@ def test_a_killed_worker_and_a_killed_server_are_survived_and_the_log_replays(tm
     with open(tmp_path / "output", "w") as output:
         server = subprocess.Popen(command, stdout=output, stderr=output)
         wait_for(lambda: len(lines()) >= 25 or server.poll() is not None)
-        ours = {n: text for n, text in processes().items() if n not in others}
+        ours = {n: text for n, text in processes().items() if n not in others and "ray" in text}
         workers = [n for n, text in ours.items() if text.startswith("ray::Worker")]
         os.kill(workers[0], signal.SIGKILL)
         wait_for(lambda: len(lines()) >= 60 or server.poll() is not None)
