@@ -1,7 +1,9 @@
 """Train a GPT by rewards of its own answers: ``python -m experiments.grpo --init-from runs/gpt-1``.
 
 By default it completes lines of the standard library's source that end at an opening bracket, and
-an answer's reward is 1 where the line is Python by ``ast``, and 0 elsewhere. READMES
+an answer's reward is 1 where the line is Python by ``ast``, and 0 elsewhere. Of a GPT of 2 layers
+that 600 small steps have taught, 27 % of the held-out lines are right, and 73 % after 40 steps of
+64 answers (three seeds; ``python -m experiments.studies samplers``), a minute each on 2 CPU cores.
 
     python -m experiments.gpt
     python -m experiments.grpo --init-from runs/gpt-1
