@@ -222,8 +222,9 @@ class Experiment:
             if (found := getattr(self.method, name))
         }
         object.__setattr__(self, "metadata", dataclasses.replace(self.metadata, **more))
-        if self.task.engine.check is not None:
-            self.task.engine.check(self)
+        for part in (self.task.engine, self.method):
+            if part.check is not None:
+                part.check(self)
         self.laid  # noqa: B018  what a layout cannot be is refused here
 
     @classmethod

@@ -305,10 +305,12 @@ def _preferences(loss: str, experiment: Experiment) -> Experiment:
 
 
 class _Told(Rollouts):
-    """Answers that are told by their prompts, which no rounding changes."""
+    """Answers that are told by their prompts, and differ in a group: no rounding changes them."""
 
     def answer(self, params, prompts, rng):
-        tokens_BN = (3 * prompts["tokens"][:, : self.longest] + 1) % self.model.vocab_size
+        tokens_BP, lengths_B = prompts["tokens"], prompts["lengths"]
+        each_B1 = 7 * (jnp.arange(len(lengths_B))[:, None] % 2)
+        tokens_BN = (3 * tokens_BP[:, : self.longest] + each_B1) % self.model.vocab_size
         return Scored(tokens_BN, jnp.zeros(tokens_BN.shape, jnp.float32))
 
 

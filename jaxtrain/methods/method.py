@@ -37,6 +37,7 @@ class Method:
         between meetings (``plan`` says how long those take); None for other methods.
       updates: updates of the parameters in one step. Where it is 1 ``parity`` replays gradients.
       of_members: each member of a population may have the method, with a state of its own.
+      check: raises ValueError for a :class:`jaxtrain.Experiment` that it cannot be the method of.
       facts, fingerprints: what it adds to those of :class:`jaxtrain.experiment.Metadata`.
 
     >>> import jax, optax
@@ -58,6 +59,7 @@ class Method:
         lambda state, shapes: None
     )
     every: int | None = None
+    check: Callable[[Any], None] | None = None
     updates: int = 1
     of_members: bool = False
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -128,7 +128,16 @@ def rollouts(how: Rollouts, policy: GroupPolicy) -> Method:
 
         return rewarded
 
-    return Method(rollouts_step, evaluation=evaluation)
+    return Method(rollouts_step, evaluation=evaluation, check=_check)
+
+
+def _check(experiment: Any) -> None:
+    for axis in ("pipe", "context"):
+        if (size := getattr(experiment.layout.mesh, axis)) != 1:
+            raise ValueError(
+                f"mesh axis '{axis}' has size {size}, and answers to be rewarded are written a "
+                "token at a time, each through all layers: leave it out"
+            )
 
 
 def _by_device(function: Callable, whole: Any, *rows: jax.Array) -> Any:
