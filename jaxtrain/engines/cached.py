@@ -56,7 +56,7 @@ def of_embeddings(encode: Encode, loss: Callable[[PyTree, PyTree, PyTree], Weigh
     return loss_fn
 
 
-def _cached(loss_fn: LossFn, microbatches: int) -> GradientEngine:
+def cached_embeddings(loss_fn: LossFn, microbatches: int) -> GradientEngine:
     alone = plain(loss_fn)
 
     def engine(*given: Any, **more: Any) -> Any:
@@ -68,13 +68,13 @@ def _cached(loss_fn: LossFn, microbatches: int) -> GradientEngine:
 
 
 # Gradients of a loss of embeddings; with one microbatch those of :data:`plain`.
-cached = Engine(_cached, accumulates=True)
+cached = Engine(cached_embeddings, accumulates=True)
 
 
 def check_embeddings(loss_fn: LossFn, engine: Engine, microbatches: int) -> None:
     """Raises ValueError where an engine would take parts of the batch of a loss of embeddings, or
     :data:`cached` would cut a loss that is none."""
-    ours = engine.make is _cached
+    ours = engine.make is cached_embeddings
     if not getattr(loss_fn, "of_embeddings", False):
         if ours and microbatches > 1:
             raise ValueError(

@@ -110,6 +110,7 @@ def test_steps_on_every_mesh_are_those_of_one_device(axes, accumulate):
     agree(trained(accumulate, axes), trained(1), 1e-5)
 
 
+@pytest.mark.slow
 def test_sums_of_microbatches_are_float32():
     """In bfloat16 the gradients are no further from those in float32 than the whole batch's."""
     exact, whole, parts = gradients(1), gradients(1, "bf16"), gradients(16, "bf16")
@@ -133,6 +134,7 @@ def test_frozen_parameters_cost_no_gradient():
     assert not np.array_equal(params["b"]["up"]["kernel"], before["b"]["up"]["kernel"])
 
 
+@pytest.mark.slow
 def test_embeddings_alone_are_kept():
     """With more microbatches the temporaries of wide encoders fall."""
 
