@@ -74,25 +74,34 @@ SIGLIP_ROWS = (
 )
 
 
-def _fields(width: int, heads: int, act: str, eps: float) -> dict[str, Field]:
-    """The fields of a tower's config; files leave out those that are as in the first model."""
-    acts = GELUS | {"quick_gelu": "gelu_quick"}
-    return {
+def _tower(
+    name: str,
+    model: type,
+    sizes: tuple[int, int],
+    act: str,
+    eps: float,
+    own: Mapping[str, Field],
+    ours: Mapping[str, Any],
+    **given: Any,
+) -> Family:
+    """A tower, as a family whose config.json is a part of another one; files leave out what is as
+    in the first model, whose width and heads are ``sizes``."""
+    width, heads = sizes
+    fields = {
         "hidden_size": Field("width", width),
         "num_hidden_layers": Field("layers", 12),
         "num_attention_heads": Field("heads", heads),
         "intermediate_size": Field("mlp_width", 4 * width),
-        "hidden_act": Field("mlp", act, acts),
+        "hidden_act": Field("mlp", act, GELUS | {"quick_gelu": "gelu_quick"}),
         "layer_norm_eps": Field("norm_eps", eps),
         "attention_dropout": Field("attention_dropout", 0.0),
     }
-
-
-def _tower(name: str, model: type, fields: Mapping[str, Field], **given: Any) -> Family:
-    """A tower, as a family whose config.json is a part of another one."""
-    ours = {"norm": "layernorm", "bias": True} | given.pop("ours", {})
-    own = {"architecture": name, "rows": (), "fixed": {}} | given
-    return Family(name=name, model=model, fields=fields, ours=ours, **own)
+    given = {"fixed": {}} | given
+    if model is ViTConfig:
+        given |= {"read": lambda theirs: {"image": read_image(theirs)}, "write": write_image}
+    ours = {"norm": "layernorm", "bias": True} | ours
+    own = {"fields": fields | own, "ours": ours, "rows": ()}
+    return Family(name=name, architecture=name, model=model, **own, **given)
 
 
 def _read_end(theirs: dict[str, Any]) -> dict[str, Any]:
@@ -101,78 +110,60 @@ def _read_end(theirs: dict[str, Any]) -> dict[str, Any]:
     return {"end": None if end == 2 else end}
 
 
-def _image_tower(
-    name: str, patch: int, fields: Mapping[str, Field], fixed: Mapping[str, Any], **ours: bool
-) -> Family:
-    fields = dict(fields) | {"patch_size": Field("patch", patch)}
-    given = {"read": lambda theirs: {"image": read_image(theirs)}, "write": write_image}
-    return _tower(name, ViTConfig, fields, ours=ours, fixed=fixed, **given)
-
-
-def _text_tower(name: str, fields: Mapping[str, Field], causal: bool, **given: Any) -> Family:
-    ours = {"positions": "learned", "tied": True, "causal": causal}
-    return _tower(name, TextConfig, fields, ours=ours, **given)
-
-
 def _family(name: str, architecture: str, image: Family, text: Family, **given: Any) -> Family:
     """Two towers, each in an object of config.json."""
     towers = {"vision_config": ("image", image), "text_config": ("text", text)}
 
     def read(theirs: dict[str, Any]) -> dict[str, Any]:
         found = {}
+        theirs.pop("tie_word_embeddings", None)
         for where, (ours, family) in towers.items():
             fields, again = dict(theirs.pop(where, None) or {}), theirs.pop(f"{where}_dict", None)
             if not (again or {}).items() <= fields.items():
                 raise ValueError(f"{where}_dict={again!r} says other things than {where}")
             fields = {key: x for key, x in fields.items() if key not in UNREAD}
-            if ours == "text" and name == "siglip":
-                width = fields.get("hidden_size", 768)
-                found["features"] = fields.pop("projection_size", None) or width
+            features = fields.pop("projection_size", None)
             found[ours] = family.config(fields)
-        theirs.pop("tie_word_embeddings", None)
+            if name == "siglip":  # the last tower, that of text, says it
+                found["features"] = features or found[ours].width
         return found
 
     def write(config: ClipConfig) -> dict[str, Any]:
-        found = {
-            where: family.config_json(getattr(config, ours))
-            for where, (ours, family) in towers.items()
-        }
-        for each in found.values():
-            del each["architectures"]
+        found = {}
+        for where, (ours, family) in towers.items():
+            found[where] = family.config_json(getattr(config, ours))
+            del found[where]["architectures"]
+            if name == "clip":
+                found[where]["projection_dim"] = config.features
         if name == "siglip":
             found["text_config"]["projection_size"] = config.features
-        else:
-            for each in found.values():
-                each["projection_dim"] = config.features
         return found
 
     own = {"read": read, "write": write, "fixed": {}, "buffers": r"\.position_ids$"}
     own |= {"model": ClipConfig, "module": clip}
-    return Family(name=name, architecture=architecture, **own | given)
+    return Family(name=name, architecture=architecture, **own, **given)
 
 
 def _lengths(vocab_size: int, seq_len: int) -> dict[str, Field]:
-    return {
-        "vocab_size": Field("vocab_size", vocab_size),
-        "max_position_embeddings": Field("seq_len", seq_len),
-    }
+    lengths = {"max_position_embeddings": Field("seq_len", seq_len)}
+    return lengths | {"vocab_size": Field("vocab_size", vocab_size)}
 
 
+_OF_TEXT = {"positions": "learned", "tied": True}
+_CLIP, _SIGLIP = ("quick_gelu", 1e-5), ("gelu_pytorch_tanh", 1e-6)
+_PATCHES = {n: {"patch_size": Field("patch", n)} for n in (16, 32)}
+_IMAGE_OF_CLIP = {"patch_bias": False, "embed_norm": True}
 CLIP = _family(
     "clip",
     "CLIPModel",
-    _image_tower(
-        "clip_vision_model",
-        32,
-        _fields(768, 12, "quick_gelu", 1e-5),
-        {},
-        patch_bias=False,
-        embed_norm=True,
-    ),
-    _text_tower(
+    _tower("clip_vision_model", ViTConfig, (768, 12), *_CLIP, _PATCHES[32], _IMAGE_OF_CLIP),
+    _tower(
         "clip_text_model",
-        _fields(512, 8, "quick_gelu", 1e-5) | _lengths(49408, 77),
-        True,
+        TextConfig,
+        (512, 8),
+        *_CLIP,
+        _lengths(49408, 77),
+        _OF_TEXT,
         read=_read_end,
         write=lambda config: {"eos_token_id": 2 if config.end is None else config.end},
     ),
@@ -183,17 +174,22 @@ CLIP = _family(
 SIGLIP = _family(
     "siglip",
     "SiglipModel",
-    _image_tower(
+    _tower(
         "siglip_vision_model",
-        16,
-        _fields(768, 12, "gelu_pytorch_tanh", 1e-6),
-        {"vision_use_head": True},
-        first=False,
+        ViTConfig,
+        (768, 12),
+        *_SIGLIP,
+        _PATCHES[16],
+        {"first": False},
+        fixed={"vision_use_head": True},
     ),
-    _text_tower(
+    _tower(
         "siglip_text_model",
-        _fields(768, 12, "gelu_pytorch_tanh", 1e-6) | _lengths(32000, 64),
-        False,
+        TextConfig,
+        (768, 12),
+        *_SIGLIP,
+        _lengths(32000, 64),
+        _OF_TEXT | {"causal": False},
     ),
     rows=SIGLIP_ROWS,
     fields={},

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -76,9 +78,25 @@ def agrees(config, *layouts):
 @pytest.mark.parametrize("form", FORMS)
 def test_every_mesh_agrees_with_one_device(form):
     layouts = ["data=8", "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2,accumulate=2"]
-    agrees(
-        FORMS[form], *layouts, "data=8,zero=3,accumulate=4", "data=2,fsdp=2,tensor=2,accumulate=4"
-    )
+    layouts += ["data=8,zero=3,accumulate=4", "data=2,fsdp=2,tensor=2,accumulate=4"]
+    agrees(FORMS[form], *layouts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_four_microbatches_of_the_towers_are_the_batch(form):
+    """To 1e-6 in all gradients together, with what rows drop."""
+    grads = []
+    for accumulate in (1, 4):
+        made = experiment_of(FORMS[form])
+        given = {"policy": "f32", "has_model_state": False, "gather": None, "engine": cached}
+        engine = jt.step.build_engine(made.task.loss_fn, accumulate=accumulate, **given)
+        params = made.task.init_fn(jax.random.key(0))
+        run = jax.jit(lambda *given, engine=engine: engine(*given).grads)
+        grads.append(run(params, None, make_batch(), jax.random.key(1), None))
+    far, size = (optax.tree.norm(x) for x in (jax.tree.map(jnp.subtract, *grads), grads[0]))
+    assert size > 0.1
+    assert far < 1e-6 * size
 
 
 def test_a_text_is_read_at_its_end_and_sees_no_padding():
@@ -107,3 +125,19 @@ def test_towers_that_do_not_fit_are_refused():
         dataclasses.replace(CLIP, loss="hinge")
     with pytest.raises(ValueError, match="first=False leaves that out"):
         ViTConfig(**IMAGE, first=False, classes=3)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_learns():
+    text = (pathlib.Path(__file__).parents[2] / "jaxtrain/models/README.md").read_text()
+    (code,) = (
+        each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "clip" in each
+    )
+    given = {"jax": jax, "jnp": jnp, "jt": jt, "optimizer": jt.make_optimizer("adamw", 0.01)}
+    names = given | {"mesh": jt.make_mesh(data=2, devices=jax.devices()[:2])}
+    exec(code, names)
+    before = jax.device_get(names["state"].params)
+    state, metrics = names["train"](names["state"], names["pairs"])
+    assert np.isfinite(metrics["loss"])
+    assert int(metrics["skipped"]) == 0
+    assert problems.worst(jax.device_get(state.params), before)[0] > 1e-3
