@@ -63,6 +63,7 @@ BASES: dict[str, dict[str, str]] = {
     "experiments.t5": _TEXTS
     | {"--tokenizer": "bytes", "--held-out-bytes": "2000", "--examples": "0"},
     "experiments.vision": _ANY,
+    "experiments.clip": _ANY | {"--layers": "2", "--width": "16", "--heads": "2", "--crop": "0"},
 }
 _RULE = "--optimizer."
 _READ_BY_STEP = ("--optimizer.freeze", "--optimizer.accumulate", "--optimizer.watch-every")
@@ -197,6 +198,7 @@ def _models() -> Iterator[Capability]:
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
+        ("contrastive", "clip", (), "clip|pairs of rows|engine|stages|encodes|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
     ):
         layout = "data=2,expert=2" if "expert" in called else ""

@@ -109,6 +109,9 @@ def test_a_text_is_read_at_its_end_and_sees_no_padding():
     np.testing.assert_allclose(jnp.linalg.norm(first), 1, rtol=1e-6)
     largest = jax.jit(functools.partial(clip.encode_texts, CLIP))
     np.testing.assert_allclose(largest(params, tokens)[0], first, atol=1e-6)
+    other = dataclasses.replace(CLIP, text=TextConfig(**TEXT, end=18))
+    read = jax.jit(functools.partial(clip.encode_texts, other))
+    assert np.abs(read(params, np.where(tokens == 19, 18, tokens))[0] - first).max() > 1e-3
     # Without causality, at the last position, which sees all.
     params = clip.init(SIGLIP, jax.random.key(0))
     read = jax.jit(functools.partial(clip.encode_texts, SIGLIP))
