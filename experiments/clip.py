@@ -99,6 +99,11 @@ class Captioned:
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment."""
+    if config.private.is_on:
+        raise ValueError(
+            "training is private and the loss of experiment 'clip' is one of all pairs of rows, of "
+            "which no row has a gradient of its own: leave the flags of --private out"
+        )
     images = vision.load(config)
     tokens_KMT = captions(images.classes, digits=config.data == "digits")
     model = towers(config, images.shape, tokens_KMT.shape[-1])

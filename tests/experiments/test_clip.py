@@ -10,7 +10,7 @@ import pytest
 from experiments import clip, vision
 from experiments.clip import Captioned, Config, Found, build, captions, conclude, grid
 from jaxtrain import data
-from jaxtrain.run.main import main
+from jaxtrain.run.main import main, parse
 
 pytest.importorskip("sklearn")
 
@@ -68,6 +68,11 @@ def test_a_run_leaves_its_picture_and_is_exported(tmp_path, capsys):
     (size,) = struct.unpack(">I", png[start - 4 : start])
     rows = np.frombuffer(zlib.decompress(png[start + 4 : start + 4 + size]), np.uint8)
     assert rows.reshape(540, -1).shape == (540, 1 + 3 * 540)
+
+
+def test_private_training_is_refused():
+    with pytest.raises(ValueError, match="training is private and the loss"):
+        build(parse(Config, ["--private.noise", "1", "--seed", "5"]))
 
 
 @pytest.mark.slow
