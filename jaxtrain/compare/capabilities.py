@@ -198,7 +198,7 @@ def _models() -> Iterator[Capability]:
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
-        ("contrastive", "clip", (), "clip|pairs of rows|engine|stages|encodes|model"),
+        ("contrastive", "clip", (), "clip|pairs of rows|engine|stages|image|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
     ):
         layout = "data=2,expert=2" if "expert" in called else ""
