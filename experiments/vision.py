@@ -181,7 +181,7 @@ def convnet_fields(config: Config, images: data.LabelledImages, **sizes: Any) ->
         made["init_fn"] = lambda rng: init_fn(rng)[0]
         made["loss_fn"] = jt.row_wise(lambda params, batch, rng: loss(params, {}, batch, rng)[0])
         made["has_model_state"] = False
-    return made | {"show": functools.partial(confusion, images, logits)}
+    return made | {"pictures": functools.partial(confusion, images, logits)}
 
 
 def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dic
     stored |= {"special_tokens": label_fields(images.classes)}
     return language.of_layers(config, model) | {
         "config": stored | {"pixels": source and source.told("pixels")},
-        "show": functools.partial(confusion, images, logits),
+        "pictures": functools.partial(confusion, images, logits),
         "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
     }
 

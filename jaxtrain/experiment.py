@@ -174,6 +174,8 @@ class Metadata:
     """``(state, evaluation means) -> texts and pictures``, by name, which TensorBoard shows of each
     evaluation where the optimizer makes histograms (``make_optimizer(watch_bins=)``). The state is
     as for ``conclude``; pictures are uint8 [height, width, 3]."""
+    pictures: Callable[[TrainState, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    """Pictures as those of ``show``; a run leaves those of its end in its folder as NAME.png."""
     conclude: Callable[[TrainState, Mapping[str, float]], list[str]] | None = None
     """``(state, evaluation means) -> lines`` printed when training is over; the state has what is
     evaluated in ``params`` (:func:`jaxtrain.averaged`). Of a run that was stopped early while it

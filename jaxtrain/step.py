@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.engines.accumulated import accumulated
+from jaxtrain.engines.cached import check_embeddings
 from jaxtrain.engines.exact import apart, evaluated_in_grains, on_whole_state
 from jaxtrain.engines.exact import exact as in_grains
 from jaxtrain.engines.plain import (
@@ -157,6 +158,7 @@ def build_engine(
             f"engine is {engine.make!r}: give a function of a loss that returns a gradient engine, "
             "as jaxtrain.engines.plain.plain is"
         )
+    check_embeddings(loss_fn, engine, accumulate)
     if engine is not plain and as_policy(policy).count_rounding:
         raise ValueError(
             "`count_rounding` is True and the step has an engine of its own, to which counts would "

@@ -221,21 +221,30 @@ def write_modernbert(config: EncoderConfig) -> dict[str, Any]:
     return write_head(MODERNBERT_HEADS, config) | theirs
 
 
-def read_vit(theirs: dict[str, Any]) -> dict[str, Any]:
-    """The head, and the size of images, which is a number where they are square."""
+def read_image(theirs: dict[str, Any]) -> tuple[int, int, int]:
+    """Reads the size of images, which is a number where they are square, and their channels."""
     size, channels = theirs.pop("image_size", 224), theirs.pop("num_channels", 3)
     sides = size if isinstance(size, list) else [size, size]
     if [type(each) for each in (*sides, channels)] != [int] * 3:
         raise ValueError(f"image_size={size!r} or num_channels={channels!r} is no size of images")
-    found = read_head(VIT_HEADS, theirs)
-    return {"image": (*sides, channels), "classes": found.get("classes")}
+    return (*sides, channels)
+
+
+def write_image(config: ViTConfig) -> dict[str, Any]:
+    """The inverse of :func:`read_image`."""
+    height, width, channels = config.image
+    size = height if height == width else [height, width]
+    return {"image_size": size, "num_channels": channels}
+
+
+def read_vit(theirs: dict[str, Any]) -> dict[str, Any]:
+    """The head, and the size of images."""
+    return {"image": read_image(theirs), "classes": read_head(VIT_HEADS, theirs).get("classes")}
 
 
 def write_vit(config: ViTConfig) -> dict[str, Any]:
     """The inverse of :func:`read_vit`."""
-    height, width, channels = config.image
-    size = height if height == width else [height, width]
-    return write_head(VIT_HEADS, config) | {"image_size": size, "num_channels": channels}
+    return write_head(VIT_HEADS, config) | write_image(config)
 
 
 BERT = Family(

@@ -13,6 +13,7 @@ from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import adapters, gguf_file, hub, merging, onnx_file, stablehlo, weights
 from jaxtrain.host import quiet
 from jaxtrain.host.paths import as_path, check_on_disk, exists, is_file, json_text, read_json
+from jaxtrain.models.clip import ClipConfig
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.run import trained
 from jaxtrain.tree import named_leaves
@@ -27,7 +28,8 @@ class ExportOptions:
     without this package (stablehlo), llama.cpp (gguf), or onnxruntime (onnx)."""
 
     run: str | None = None
-    """Folder of a run of experiments.gpt, bert or t5, or of experiments.vision --model vit."""
+    """Folder of a run of experiments.gpt, bert or t5, of experiments.vision --model vit, or of
+    experiments.clip."""
     model: str | None = None
     """In place of a run, a Hugging Face folder, or a name on its hub, ORG/NAME[@REVISION]."""
     out: Path
@@ -94,6 +96,11 @@ def run_export(options: ExportOptions, rest: list[str]) -> int:
     text = options.compare_on and _tokens(options.compare_on, source.model, source.tokenizer)
     given = {"dtype": options.dtype, "files": source.files}
     shards = {"max_shard_bytes": int(options.max_shard_gb * 1e9)}
+    if isinstance(source.model, ClipConfig) and options.format != "safetensors":
+        raise ValueError(
+            f"--format is {options.format} and the model has two towers, which are written as "
+            "safetensors alone: leave it out"
+        )
     if options.format == "stablehlo":
         found = stablehlo.save(options.out, source.model, source.params, **given, **shards)
         inputs = found.in_tree.unflatten(found.in_avals)[0][1]
@@ -178,7 +185,8 @@ def _of_run(options: ExportOptions) -> _Source:
         fields = {"eos_token_id": tokenizer.eod} if options.format == "gguf" else {}
     if tokenizer is None:
         fields = stored.get("special_tokens") or {}
-        files = {weights.PREPROCESSOR: weights.preprocessor(model, stored.get("pixels"))}
+        tower = model.image if isinstance(model, ClipConfig) else model
+        files = {weights.PREPROCESSOR: weights.preprocessor(tower, stored.get("pixels"))}
     return _Source(model, params, stored, fields, files, tokenizer)
 
 

@@ -9,16 +9,16 @@ import jax
 
 from jaxtrain.hf.table import REQUIRED, Field, Row
 from jaxtrain.models import decoder
+from jaxtrain.models.clip import ClipConfig
 from jaxtrain.models.config import before_stack, deltas_of, windows_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.activations import GATED
-from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import named_leaves
 
-ModelConfig = DecoderConfig | EncoderConfig | T5Config | ViTConfig
+ModelConfig = DecoderConfig | EncoderConfig | T5Config | ViTConfig | ClipConfig
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
@@ -28,7 +28,14 @@ INERT = {
     *("eos_token_id", "gradient_checkpointing", "id2label", "initializer_cutoff_factor"),
     *("initializer_factor", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference"),
     *("label2id", "mask_token_id", "max_sequence_length", "max_window_layers", "model_type"),
-    *("n_ctx", "n_positions", "n_special", "output_attentions", "output_hidden_states"),
+    *(
+        "logit_scale_init_value",
+        "n_ctx",
+        "n_positions",
+        "n_special",
+        "output_attentions",
+        "output_hidden_states",
+    ),
     *(
         "output_past",
         "output_router_logits",
@@ -109,11 +116,6 @@ class Family:
         """All that are known."""
         return (self.architecture, *self.others)
 
-    @property
-    def stack(self) -> Stack:
-        """The stack of its models' parameters by layer."""
-        return Stack(tuple(dict.fromkeys(r.ours.split("/")[0] for r in self.rows if r.stacked)))
-
     def config(self, theirs: Mapping[str, Any]) -> ModelConfig:
         """Makes our config of the fields of a config.json. Raises ValueError where a field is
         missing, or unknown, or has a value that no model here has."""
@@ -151,7 +153,7 @@ class Family:
         if not isinstance(config, self.model):
             raise ValueError(f"{self.name} has no {type(config).__name__}")
         theirs = {"architectures": [self.architecture], "model_type": self.name}
-        block = dataclasses.asdict(config.block)
+        block = {} if isinstance(config, ClipConfig) else dataclasses.asdict(config.block)
         for name, field in self.fields.items():
             value = block.get(field.ours, getattr(config, field.ours))
             if field.values is not None:
@@ -174,7 +176,7 @@ class Family:
             config = dataclasses.replace(config, balance_over="row")
         shapes = jax.eval_shape(lambda: self.module.init(config, jax.random.key(0)))
         rows = {row.ours: row for row in self.rows}
-        rows |= {row.ours: row for row in self.gated_rows if config.mlp in GATED}
+        rows |= {row.ours: row for row in self.gated_rows if getattr(config, "mlp", None) in GATED}
         if before := before_stack(config):
             first = [*rows.values(), *self.dense_rows]
             rows = {path: dataclasses.replace(row, offset=before) for path, row in rows.items()}
@@ -209,6 +211,9 @@ def check_positive(name: str, value: Any) -> None:
 
 def _essence(config: ModelConfig) -> dict[str, Any]:
     """Returns the fields of a config that determine the function that its model computes."""
+    if isinstance(config, ClipConfig):
+        towers = {name: _essence(getattr(config, name)) for name in ("image", "text")}
+        return towers | {"features": config.features, "loss": config.loss}
     fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
     fields |= {"window_pattern": windows_of(config), "delta_pattern": deltas_of(config)}
     if config.positions == "learned":

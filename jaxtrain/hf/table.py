@@ -55,6 +55,7 @@ class Row:
       vocab: our axis over the vocabulary, which ours pads with zeros.
       first: the first layer that has such a tensor; of those before it ours is 0, and unread.
       shorter: whether ours may have fewer rows than theirs, the first ones.
+      ones: how many of our axes, the first ones, are of size 1 and theirs lack.
       offset, stride: the number that their names have of our first layer, and how many further that
         of the next one is.
 
@@ -69,6 +70,7 @@ class Row:
     strided: bool = False
     vocab: int | None = None
     shorter: bool = False
+    ones: int = 0
     first: int = 0
     offset: int = 0
     stride: int = 1
@@ -102,7 +104,9 @@ class Row:
 
     def their_shape(self, shape: Sequence[int], vocab_size: int | None = None) -> tuple[int, ...]:
         """The shape of a tensor, given that of one layer of ours."""
-        sizes = list(shape)
+        sizes = list(shape[self.ones :])
+        if not sizes:
+            return ()
         sizes[-1] *= self.part[1]
         if self.vocab is not None:
             sizes[self.vocab] = vocab_size
@@ -110,6 +114,10 @@ class Row:
 
     def read(self, tensor: Any, index: Sequence[slice], out: np.ndarray) -> None:
         """Copies the part ``index`` of one layer of ours from a tensor to ``out``, which is 0."""
+        index, out = index[self.ones :], out[(0,) * self.ones + (...,)]
+        if not index:
+            out[...] = tensor[()]
+            return
         axes = self.order(tensor.shape)
         sizes = [tensor.shape[i] for i in axes]
         number, parts = self.part
@@ -154,6 +162,7 @@ def assemble(
         whole = np.concatenate(layers, axis=-1) if len(rows) > 1 else np.asarray(layers[0])
     if row.vocab is not None:
         whole = whole[(slice(None),) * row.vocab + (slice(vocab_size),)]
+    whole = whole.reshape(whole.shape[row.ones :])
     return whole.transpose(np.argsort(row.order(whole.shape)))
 
 

@@ -133,10 +133,9 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
     rows, shapes = family.rows_of(config)
     tensors = _named_as(family, config, folder)
     used: set[str] = set()
-    counts = {
-        part.key: jax.tree.leaves(shapes[part.key])[0].shape[0] for part in family.stack.parts
-    }
-    if (most := max(counts.values())) > len(tensors):  # before there are as many names
+    sizes = named_leaves(shapes)
+    most = max(sizes[path].shape[0] for path, row in rows.items() if row.stacked)
+    if most > len(tensors):  # before there are as many names
         raise ValueError(f"'{folder}' has {len(tensors)} tensors for {most} layers in config.json")
 
     # A head that the folder lacks is initialised anew; another head of the folder is ignored, also

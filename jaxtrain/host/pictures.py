@@ -1,7 +1,10 @@
-"""Pictures in PNG files, drawn by matplotlib, which is optional."""
+"""Pictures in PNG files: of pixels, or drawn by matplotlib, which is optional."""
 
+import struct
+import zlib
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from jaxtrain.host import extras
@@ -28,3 +31,18 @@ def save_figure(figure: Any, path: epath.PathLike) -> None:
     """Writes a figure into a PNG file, on a disk or in a bucket."""
     with as_path(path).open("wb") as file:
         figure.savefig(file, format="png")
+
+
+def save_pixels(pixels_HW3: np.ndarray, path: epath.PathLike) -> None:
+    """Writes uint8 pixels [H, W, 3] into a PNG file, on a disk or in a bucket."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + check
+
+    height, width, _ = pixels_HW3.shape
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits of each of 3 colours
+    rows = np.insert(pixels_HW3.reshape(height, -1), 0, 0, axis=1)  # each begins with its filter
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b""))
+    written = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    as_path(path).write_bytes(written)

@@ -36,7 +36,7 @@ RULES = OptionalRules(
         (r"^embed/patch/kernel$", (None, None, None, None)),
         (r"^embed/(first|positions)$", (None, None, None)),
         (r"^head/out/kernel$", (None, None)),
-        (r"^(embed/patch|head/out)/bias$", (None,)),
+        (r"^(embed/patch|embed/norm|head/out)/(scale|bias)$", (None,)),
         *decoder.RULES,
     )
 )
@@ -52,6 +52,9 @@ class ViTConfig(ModelFields):
       image: height, width and channels of an image.
       patch: P, which divides height and width.
       classes: K; None for a model without a head, whose result are hidden states.
+      first: a token of the model's own stands before the patches.
+      patch_bias: the product that embeds patches has a bias.
+      embed_norm: what is embedded is normed, positions included.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`ModelFields` and, of
     each layer, :class:`LayerFields`.
@@ -65,6 +68,9 @@ class ViTConfig(ModelFields):
     image: tuple[int, int, int]
     patch: int
     classes: int | None = None
+    first: bool = True
+    patch_bias: bool = True
+    embed_norm: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "image", tuple(self.image))  # a list in a checkpoint's JSON
@@ -74,6 +80,11 @@ class ViTConfig(ModelFields):
             raise ValueError(
                 f"images of {height}x{width} cannot be cut into patches of {self.patch}: use a "
                 "divisor of both sides"
+            )
+        if self.classes is not None and not self.first:
+            raise ValueError(
+                f"classes={self.classes} are predicted from the model's own token, and first=False "
+                "leaves that out: give classes=None, or first=True"
             )
 
     @functools.cached_property
@@ -85,7 +96,7 @@ class ViTConfig(ModelFields):
     def length(self) -> int:
         """T, the positions of an image."""
         height, width, _ = self.image
-        return 1 + (height // self.patch) * (width // self.patch)
+        return self.first + (height // self.patch) * (width // self.patch)
 
     @property
     def head(self) -> str:
@@ -110,9 +121,11 @@ class Embed(nnx.Module):
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         side, width = config.patch, config.width
         kernel = nnx.Param(parts.normal(rngs, side, side, config.image[2], width))
-        self.patch = nnx.Dict(kernel=kernel, bias=nnx.Param(jnp.zeros(width, jnp.float32)))
-        self.first = nnx.Param(parts.normal(rngs, 1, 1, width))
+        bias = {"bias": nnx.Param(jnp.zeros(width, jnp.float32))} if config.patch_bias else {}
+        self.patch = nnx.Dict(kernel=kernel, **bias)
+        self.first = nnx.Param(parts.normal(rngs, 1, 1, width)) if config.first else None
         self.positions = nnx.Param(parts.normal(rngs, 1, config.length, width))
+        self.norm = parts.Norm(config.block, rngs=rngs) if config.embed_norm else None
 
     def __call__(self, image_BHWC: jax.Array) -> jax.Array:
         kernel_PPCD = self.patch["kernel"][...]
@@ -121,9 +134,14 @@ class Embed(nnx.Module):
         image = image_BHWC.astype(kernel_PPCD.dtype)
         image = image.reshape(B, H // side, side, W // side, side, C).swapaxes(2, 3)
         patches_ND = image.reshape(-1, side * side * C) @ kernel_PPCD.reshape(-1, D)
-        patches_BND = (patches_ND + self.patch["bias"][...].reshape(1, D)).reshape(B, -1, D)
-        first_B1D = jnp.broadcast_to(self.first[...], (B, 1, D))
-        return jnp.concatenate([first_B1D, patches_BND], axis=1) + self.positions[...]
+        if "bias" in self.patch:
+            patches_ND += self.patch["bias"][...].reshape(1, D)
+        x_BTD = patches_ND.reshape(B, -1, D)
+        if self.first is not None:
+            first_B1D = jnp.broadcast_to(self.first[...], (B, 1, D))
+            x_BTD = jnp.concatenate([first_B1D, x_BTD], axis=1)
+        x_BTD += self.positions[...]
+        return x_BTD if self.norm is None else self.norm(x_BTD)
 
 
 class Head(nnx.Module):

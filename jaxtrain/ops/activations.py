@@ -15,7 +15,7 @@ from jaxtrain.ops.linear import add_bias
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.mesh import platform
 
-# Of :func:`swiglu_clamped`.
+# Of :func:`gelu_quick` and :func:`swiglu_clamped`, and of the latter alone.
 STEEP, LIMIT = 1.702, 7.0
 
 
@@ -79,6 +79,18 @@ def gelu_exact(x: jax.Array):
     [-0.1587, 0.0, 0.8413]
     """
     return _gelu_exact_and_slope(x.astype(wide(x.dtype)))
+
+
+@_activation
+def gelu_quick(x: jax.Array):
+    """GELU in the sigmoid approximation of CLIP, ``x sigmoid(1.702 x)``.
+
+    >>> [round(float(y), 4) for y in gelu_quick(jnp.array([-1.0, 0.0, 1.0]))]
+    [-0.1542, 0.0, 0.8458]
+    """
+    large = x.astype(wide(x.dtype))
+    sigmoid = jax.nn.sigmoid(STEEP * large)
+    return large * sigmoid, sigmoid * (1 + STEEP * large * (1 - sigmoid))
 
 
 @_activation
@@ -162,6 +174,7 @@ def _gelu_exact_and_slope(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 ACTIVATIONS = {
     "gelu": gelu,
     "gelu_exact": gelu_exact,
+    "gelu_quick": gelu_quick,
     "relu": relu,
     "swiglu": swiglu,
     "swiglu_clamped": swiglu_clamped,

@@ -6,6 +6,7 @@ projection (vocabulary and padding), S shards of the tokens, M = N / S, K tokens
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -101,6 +102,23 @@ def scores(
     form = _Form(vocab_size, tiles, 0.0, softcap)
     nll_BT, hit_BT, _ = _checkpointed_losses(form, x_BTD, kernel_DV, None, targets_BT)
     return -nll_BT, hit_BT > 0
+
+
+def of_logits(
+    function: Callable[..., tuple[jax.Array, ...]],
+    x_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    *per_target_BT: jax.Array,
+    chunk: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """Returns what a function makes of the logits ``x @ kernel`` of each token, [B, T] each.
+
+    ``function(logits_NV, *per_target_N)`` is called for one tile of tokens at a time, in float32,
+    and for gradients the logits are computed again. Other arguments and errors are those of
+    :func:`cross_entropy`.
+    """
+    form = _Form(kernel_DV.shape[1], _count_tiles(x_BTD, kernel_DV, chunk), 0.0, None)
+    return _of_logits(form, function, x_BTD, kernel_DV, *per_target_BT)
 
 
 def divergence(
@@ -269,7 +287,7 @@ def _diverging(
         x_BTD, targets_BT, *of_teacher = parts
         x_ND, targets_N = _gathered((x_BTD, targets_BT))
         logits_NV = _tile_logits(form, x_ND, kernel_SDV)
-        nll_N, hit_N, _ = _token_losses(vocab_size, logits_NV, targets_N)[0]
+        nll_N, hit_N, _ = token_losses(vocab_size, logits_NV, targets_N)[0]
         known_V = jnp.arange(logits_NV.shape[1]) < vocab_size
         log_q_NV = jax.nn.log_softmax(jnp.where(known_V, logits_NV / temperature, MASKED))
         return None, _in_rows((nll_N, hit_N, kl(log_q_NV, known_V, *of_teacher)), parts)
@@ -288,6 +306,11 @@ class _Form(NamedTuple):
 
 
 def _checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT):
+    losses = lambda *of_tile: token_losses(form.vocab_size, *of_tile)[0]  # noqa: E731
+    return _of_logits(form, losses, x_BTD, kernel_DV, targets_BT, bias_V=bias_V)
+
+
+def _of_logits(form, function, x_BTD, kernel_DV, *per_target, bias_V=None):
     shards = _count_shards(x_BTD, form.tiles)
     # One copy per shard of the tokens: what fsdp splits is gathered before the tiles, and a copy's
     # gradient is summed over the tiles before it is reduced over devices.
@@ -295,11 +318,11 @@ def _checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT):
 
     @functools.partial(jax.checkpoint, prevent_cse=form.tiles == 1)
     def tile(_, parts):
-        x_ND, targets_N = _gathered(parts)
+        x_ND, *per_target_N = _gathered(parts)
         logits_NV = _tile_logits(form, x_ND, kernel_SDV, bias_V)
-        return None, _in_rows(_token_losses(form.vocab_size, logits_NV, targets_N)[0], parts)
+        return None, _in_rows(function(logits_NV, *per_target_N), parts)
 
-    return _over_tiles(tile, None, form.tiles, x_BTD, targets_BT)[1]
+    return _over_tiles(tile, None, form.tiles, x_BTD, *per_target)[1]
 
 
 def _plain_cross_entropy(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
@@ -324,7 +347,7 @@ def _forward(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
         x_ND, targets_N, mask_N = _gathered(parts)
         product_NV = jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in)
         logits_NV = _logits(form, product_NV, bias_V)
-        per_token, softmax_NV = _token_losses(form.vocab_size, logits_NV, targets_N, in_passes)
+        per_token, softmax_NV = token_losses(form.vocab_size, logits_NV, targets_N, in_passes)
         if form.z_loss:
             softmax_NV = softmax_NV * (1 + 2 * form.z_loss * per_token[2])[:, None]
         target_NV = targets_N[:, None] == jnp.arange(V)
@@ -395,7 +418,7 @@ def _three_passes(logits_NV, target_NV):
     return peak, weights.sum(axis=1), target_NV.sum(axis=1), weights
 
 
-def _token_losses(vocab_size, logits, targets_N, in_passes=_three_passes):
+def token_losses(vocab_size, logits, targets_N, in_passes=_three_passes):
     """Returns per token the loss, whether the target is on top and log Z, [N]; softmax [N, V]."""
     column = jnp.arange(logits.shape[1])
     if vocab_size < logits.shape[1]:

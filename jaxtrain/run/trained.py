@@ -17,7 +17,7 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.methods.population import BEST
-from jaxtrain.models import decoder, encoder, encoder_decoder, vit
+from jaxtrain.models import clip, decoder, encoder, encoder_decoder, vit
 from jaxtrain.ops.linear import Dora, LowRank, merge
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
@@ -39,8 +39,10 @@ FORMS = {
     "encoder": (encoder.EncoderConfig, encoder),
     "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
     "vit": (vit.ViTConfig, vit),
+    "clip": (clip.ClipConfig, clip),
 }
 Model = decoder.DecoderConfig | encoder.EncoderConfig | encoder_decoder.T5Config | vit.ViTConfig
+Model |= clip.ClipConfig
 
 
 def load(
@@ -67,7 +69,7 @@ def load(
         params = _read(checkpoints, shapes, step, member)
     if stored.keys() & {"low_rank", "quantized", "constrained"}:
         params = jax.jit(merge, out_shardings=places)(params)
-    if module is vit:
+    if module in (vit, clip):  # the texts of the latter's experiment are bytes
         return model, params, None
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
@@ -149,7 +151,8 @@ def _shapes_of(
     and the shapes of its parameters."""
     model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
     module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
-    change, stack = LoRA.of(stored), module.stages(model).stacked
+    change = LoRA.of(stored)
+    stack = clip.STACK if module is clip else module.stages(model).stacked
 
     def make(key: jax.Array) -> dict:
         params = change.params(module.init(model, key), key, stack)

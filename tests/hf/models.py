@@ -262,6 +262,6 @@ def tensors(folder):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 x = file.get_tensor(name)
-                bits = x.contiguous().view(torch.uint8).numpy().tobytes()
+                bits = x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
                 found[name] = (str(x.dtype), tuple(x.shape), bits)
     return found

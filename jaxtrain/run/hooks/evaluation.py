@@ -71,10 +71,12 @@ class Evaluation(Hook):
         told = ", ".join(f"{name} {x:.4f}" for name, x in means.items() if not np.ndim(x))
         run.progress.note(f"step {step}: held-out {told}")
         told = jax.eval_shape(reports, state.opt_state)
-        if metadata.show is not None and any("_histogram/" in name for name in told):
+        shows = [each for each in (metadata.show, metadata.pictures) if each is not None]
+        if shows and any("_histogram/" in name for name in told):
             with run.journal.ledger.phase("evaluation"):
                 shown = natural(self.experiment, averaged(state))
-                run.log.show(step, metadata.show(shown, means))
+                for show in shows:
+                    run.log.show(step, show(shown, means))
         run.rate.pause()
         run.watchdog.beat(f"after the evaluation of step {step}")
         for hook in self.hooks:

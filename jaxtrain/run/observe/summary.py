@@ -13,6 +13,7 @@ from jaxtrain.decisions import describe
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import distributed, memory
 from jaxtrain.host.paths import as_path
+from jaxtrain.host.pictures import save_pixels
 from jaxtrain.run.observe import terminal, throughput
 from jaxtrain.run.observe.journal import CONCLUSION, Journal
 from jaxtrain.run.observe.metric import Metric
@@ -108,9 +109,16 @@ def print_conclusion(
     """Prints what an experiment concludes, and where everything lies; the first process does."""
     # In all processes: it may run the model, whose parameters lie on the devices of all.
     state, evaluation, lines = experiment.method.shown(state, evaluation)
-    if (conclude := experiment.metadata.conclude) is not None:
-        lines += [*conclude(natural(experiment, state), evaluation), ""]
+    conclude, draw = experiment.metadata.conclude, experiment.metadata.pictures
+    if conclude is not None or draw is not None:
+        plain_model = natural(experiment, state)
+    if conclude is not None:
+        lines += [*conclude(plain_model, evaluation), ""]
         journal.event(CONCLUSION, lines=lines[:-1])
+    for name, pixels in (draw(plain_model, evaluation) if draw is not None else {}).items():
+        if jax.process_index() == 0:
+            save_pixels(pixels, path := as_path(run_dir) / f"{name}.png")
+            lines += [f"picture      {path}"]
     lines += [experiment.data.guarantee, ""] if experiment.data.guarantee else []
     journal.beat()
     if jax.process_index() == 0:
