@@ -54,8 +54,8 @@ def read_links(path: os.PathLike) -> Links:
             for where, of in told["links"].items()
         }
         each = [(where, *at) for where, of in links.items() for at in of.items()]
-        if not each or any(w not in (WITHIN, BETWEEN) or k not in KINDS for w, k, _ in each):
-            raise ValueError("there are none, or of unknown names")
+        if any(where not in (WITHIN, BETWEEN) or kind not in KINDS for where, kind, _ in each):
+            raise ValueError("some are of unknown names")
         if not all(0 <= x.seconds < np.inf and 0 < x.bytes_per_s < np.inf for _, _, x in each):
             raise ValueError("a time or a bandwidth is not positive and finite")
         return Links(str(told["device_kind"]), str(told["measured"]), links)

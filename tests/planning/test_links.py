@@ -89,7 +89,6 @@ def test_a_search_ranks_by_measured_links_and_says_so(capsys, tmp_path):
         *(
             (f'{{"device_kind": "x", "measured": "", "links": {links}}}', sentence)
             for links, sentence in (
-                ("{}", "there are none"),
                 ('{"Within": {"all-reduce": {"seconds": 0, "bytes_per_s": 1}}}', "unknown names"),
                 ('{"within": {"all-reduce": {"seconds": 1, "bytes_per_s": Infinity}}}', "finite"),
             )
