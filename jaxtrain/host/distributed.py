@@ -387,7 +387,7 @@ def _check_complete(settings: Mapping[str, str | int | None]) -> None:
 
 def check_address(address: str) -> None:
     """Raises ValueError unless an address has the form HOST:PORT."""
-    if not re.fullmatch(r".+:\d+", address):
+    if not re.fullmatch(r".+:\d+", address) or int(address.rpartition(":")[2]) >= 2**16:
         raise ValueError(f"coordinator {address!r} is not of the form HOST:PORT")
 
 

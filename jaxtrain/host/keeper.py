@@ -7,6 +7,7 @@ too, and GET of ``/TOKEN/?NAME`` for the sizes of what is below it.
 
 import hmac
 import http.client
+import io
 import json
 import secrets
 from http import HTTPStatus
@@ -19,6 +20,7 @@ from jaxtrain.host import answering
 SILENT_SECONDS = 20.0
 # Each process of a host and of the one before it writes some objects at a time.
 CONNECTIONS = 512
+_BLOCK = 1 << 20
 
 
 class Keeper:
@@ -58,10 +60,12 @@ def ask(address: str, method: str, name: str, body: bytes = b"", *, below: str =
     """Makes one request of a keeper and returns its answer. Raises FileNotFoundError where there is
     no such object, and OSError where no keeper answers."""
     host, _, token = address.partition("/")
-    connection = http.client.HTTPConnection(host, timeout=SILENT_SECONDS)
+    connection = http.client.HTTPConnection(host, timeout=SILENT_SECONDS, blocksize=_BLOCK)
     try:
         path = f"/{token}/{quote(name)}" + (f"?{quote(below)}" if below else "")
-        connection.request(method, path, body)
+        # As a file it is sent in blocks, and the time limit is that of each.
+        size = {"Content-Length": str(len(body))}
+        connection.request(method, path, io.BytesIO(body), size)
         answer = connection.getresponse()
         found = answer.read()
     except http.client.HTTPException as error:

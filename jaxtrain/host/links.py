@@ -38,6 +38,7 @@ class Links:
 
     def save(self, path: os.PathLike) -> None:
         """Writes them as JSON, which :func:`read_links` reads."""
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
         pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
@@ -52,8 +53,11 @@ def read_links(path: os.PathLike) -> Links:
             }
             for where, of in told["links"].items()
         }
-        if not all(x.seconds >= 0 < x.bytes_per_s for of in links.values() for x in of.values()):
-            raise ValueError("a time or a bandwidth is not positive")
+        each = [(where, *at) for where, of in links.items() for at in of.items()]
+        if any(where not in (WITHIN, BETWEEN) or kind not in KINDS for where, kind, _ in each):
+            raise ValueError("some are of unknown names")
+        if not all(0 <= x.seconds < np.inf and 0 < x.bytes_per_s < np.inf for _, _, x in each):
+            raise ValueError("a time or a bandwidth is not positive and finite")
         return Links(str(told["device_kind"]), str(told["measured"]), links)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -71,10 +75,18 @@ def fit(points: Sequence[tuple[float, float]]) -> Link:
     Args:
       points: bytes that one device sends, and seconds, of at least two sizes.
 
+    Raises:
+      ValueError: all are of one size.
+
     >>> fit([(1e3, 2e-5 + 1e3 / 1e9), (1e6, 2e-5 + 1e6 / 1e9), (1e8, 2e-5 + 1e8 / 1e9)])
     Link(seconds=2e-05, bytes_per_s=1000000000.0)
     """
     sent, seconds = np.asarray(points, np.float64).T
+    if sent.min() == sent.max():
+        raise ValueError(
+            f"`sizes` all send {sent[0]:g} bytes from a device, for each has a float32 at least: "
+            "give sizes that are further apart"
+        )
     columns = np.stack([1 / seconds, sent / sent.max() / seconds], axis=1)
     latency, slope = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
     if latency < 0 or slope <= 0:

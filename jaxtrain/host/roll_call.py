@@ -137,9 +137,9 @@ def _hellos(
                     said = _read(file)
                     hello = {"host": str(said["host"]), "ip": ip, "port": int(said["port"])}
                     process = int(said["process"])
-                    hello["facts"] = dict(said["facts"])
+                    hello["facts"] = {name: str(fact) for name, fact in said["facts"].items()}
                     connection.settimeout(seconds + _PROBE_SECONDS)
-                except (OSError, ValueError, KeyError, TypeError):
+                except Exception:
                     continue  # anybody may connect, and say anything or nothing
                 yield process, hello, file, dropped
 
@@ -215,7 +215,7 @@ def _unreached(process: int, roll: Sequence[Sequence[Any]]) -> list[str]:
         host, *address = roll[other]
         try:
             return socket.create_connection(tuple(address), timeout=_PROBE_SECONDS).close()
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter for what is no port
             return (
                 f"process {process} on {roll[process][0]} cannot reach process {other} on {host} "
                 f"at {address[0]}:{address[1]} ({error}): let hosts reach each other on all ports"
@@ -251,8 +251,14 @@ def _listening() -> socket.socket:
 
 @contextlib.contextmanager
 def _lines(connection: socket.socket) -> Iterator[TextIO]:
-    with connection, connection.makefile("rw", encoding="utf-8") as file:
-        yield file
+    with connection:
+        file = connection.makefile("rw", encoding="utf-8")
+        try:
+            yield file
+        finally:
+            # It may hold what could not be sent to one that is lost.
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 def _send(file: TextIO, message: Mapping[str, Any]) -> None:

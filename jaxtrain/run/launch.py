@@ -6,6 +6,7 @@ may be any program that calls :func:`jaxtrain.host.distributed.initialize`.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import secrets
 import signal
@@ -85,8 +86,9 @@ class LaunchOptions:
     """Run on the CPU, with this many simulated devices in each process."""
     max_restarts: int = 0
     """Most restarts, with --auto-resume, after the run was preempted, hung, or lost a process or
-    its storage; counted anew after an attempt that left a newer checkpoint. The pause before a
-    restart doubles, from a second to five minutes. Other hosts than before do not count."""
+    its storage; counted anew after an attempt that left a newer checkpoint or snapshot in memory.
+    The pause before a restart doubles, from a second to five minutes. Other hosts than before do
+    not count."""
     grace_seconds: float = 30.0
     """Time for the other processes to end by themselves before they are killed."""
 
@@ -103,7 +105,8 @@ def run_launch(
     memory = Keeper(_own_host(options)) if keeps else contextlib.nullcontext()
     with output.lasting(), _Signals() as signals, memory as keeper:
         address = keeper.address if keeper else ""
-        attempts = _Attempts(options, run_dir, signals, sleep)
+        newest = functools.partial(_newest, run_dir, keeper)
+        attempts = _Attempts(options, newest, signals, sleep)
         if not options.elastic:
             return _run_fixed(attempts, command, environ | {distributed.MEMORY: address})
         with Membership(
@@ -121,17 +124,17 @@ def run_launch(
 
 class _Attempts:
     """Attempts of one launcher: starts them, waits, and decides what follows; ``count`` are those
-    in a row that have left no newer checkpoint."""
+    in a row that have left no newer checkpoint or snapshot, of which ``newest`` tells the step."""
 
     def __init__(
         self,
         options: LaunchOptions,
-        run_dir: str | None,
+        newest: Callable[[], int | None],
         signals: "_Signals",
         sleep: Callable[[float], None],
     ):
-        self.options, self.signals, self.sleep, self._run_dir = options, signals, sleep, run_dir
-        self.count, self._newest = 0, None
+        self.options, self.signals, self.sleep, self._find_newest = options, signals, sleep, newest
+        self.count, self._found = 0, {None}
 
     def run(self, group: "Group", hosts: Membership | None = None) -> tuple[int, float | None]:
         """Runs a group to its end; returns its status, and the pause before the next attempt, None
@@ -144,9 +147,9 @@ class _Attempts:
         lost = status == 143 and 143 not in group.codes.values()
         # Other hosts have gone on without this one.
         lost |= status == exit_codes.SUPERSEDED and hosts is not None and hosts.broken
-        code, found = PEER_LOST if lost else status, newest_step(self._run_dir)
-        progress = found not in (None, self._newest)
-        self._newest = found if progress else self._newest
+        code, found = PEER_LOST if lost else status, self._find_newest()
+        progress = found not in self._found
+        self._found.add(found)
         # Whether there are other hosts next time, which do not count, is not known yet.
         limit = self.options.max_restarts if hosts is None else sys.maxsize
         again = exit_codes.restart(code, progress, self.count, limit=limit)
@@ -568,6 +571,13 @@ def newest_step(run_dir: str | os.PathLike | None) -> int | None:
         there = (as_path(run_dir) / "checkpoints").iterdir()
         return max((int(path.name) for path in there if path.name.isdecimal()), default=None)
     return None
+
+
+def _newest(run_dir: str | None, memory: Keeper | None) -> int | None:
+    """The step of the newest checkpoint, or snapshot of which this host holds something."""
+    paths = [name.split("/") for name in list(memory.objects if memory else ())]
+    held = [int(path[2]) for path in paths if len(path) > 2 and path[2].isdecimal()]
+    return max([*held, *filter(None, [newest_step(run_dir)])], default=None)
 
 
 def _say(text: str) -> None:

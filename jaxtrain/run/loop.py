@@ -330,7 +330,7 @@ def _fit(
         noted = (owner.path, experiment.stack, metadata.config, run.progress.note)
         receipts = Receipts(*noted) if options.receipt else None
         saving, early = Saving(run, checkpoints, receipts), EarlyStopping(run)
-        snapshots = [stack.enter_context(Snapshots(run))] if options.memory_every else []
+        snapshots = [stack.enter_context(Snapshots(run, start))] if options.memory_every else []
         evaluation, end = Evaluation(run, experiment, [saving, early, *hooks]), None
         if start < run.steps:
             early.recall(start)

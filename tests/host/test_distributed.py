@@ -199,3 +199,10 @@ assert distributed.facts() == {}
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_address_has_a_port_that_there_is():
+    distributed.check_address("host:65535")
+    for address in ("host", "host:x", "host:65536"):
+        with pytest.raises(ValueError, match=f"coordinator '{address}' is not of the form"):
+            distributed.check_address(address)

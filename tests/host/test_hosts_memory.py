@@ -2,6 +2,9 @@
 
 import contextlib
 import http.client
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import jax
@@ -141,3 +144,23 @@ def test_a_process_without_a_launcher_has_no_memory_that_outlives_it(monkeypatch
     monkeypatch.delenv(distributed.MEMORY, raising=False)
     with pytest.raises(ValueError, match="process 0 has no launcher that keeps memory"):
         hosts_memory.connect()
+
+
+def test_an_object_may_take_longer_than_a_host_may_be_silent(monkeypatch):
+    monkeypatch.setattr(keeper, "SILENT_SECONDS", 0.4)
+    size, got = 16 << 20, bytearray()
+
+    def slow(server):
+        with server.accept()[0] as peer:
+            while len(got) < size and (part := peer.recv(1 << 20)):
+                got.extend(part)
+                time.sleep(0.05)
+            peer.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:
+        done = pool.submit(slow, server)
+        data = bytes(range(256)) * (size // 256)
+        keeper.ask(f"127.0.0.1:{server.getsockname()[1]}/token", "PUT", "a", data)
+        done.result()
+    assert got.endswith(data[-(1 << 20) :])
+    assert b"Content-Length: 16777216" in got

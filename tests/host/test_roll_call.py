@@ -112,6 +112,26 @@ def test_a_host_that_cannot_be_reached_is_named_and_strangers_are_nobody():
     )
 
 
+@pytest.mark.parametrize(
+    ("hello", "sentence"),
+    [
+        ('{"process": 1, "host": "x", "port": Infinity, "facts": {}}', "process 1 did not come"),
+        ("[" * 200_000, "process 1 did not come"),
+        ('{"process": 1, "host": "x", "port": 1, "facts": {"jax": {}}}', "process 1 on x was lost"),
+        ('{"process": 1, "host": "x", "port": 99999999, "facts": {}}', "process 1 on x was lost"),
+    ],
+)
+def test_whatever_is_said_and_whoever_is_lost_the_roll_call_has_an_end(hello, sentence):
+    address = f"127.0.0.1:{free_port()}"
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(roll_call.call, address, 2, SAME, seconds=1.0)
+        # Closed with the roll unread, it refuses whatever is sent to it then.
+        with roll_call._connect(address, 2.0) as peer:
+            peer.sendall(hello.encode() + b"\n")
+            time.sleep(0.2)
+        assert any(text.startswith(sentence) for text in waiting.result().fatal)
+
+
 def test_facts_are_of_this_installation(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--of-this-test")
     facts = roll_call.facts()

@@ -16,7 +16,7 @@ KIND = "NVIDIA H100 80GB HBM3"
 
 
 def saved(tmp_path, links, kind=KIND):
-    path = tmp_path / "links.json"
+    path = tmp_path / "new" / "links.json"
     Links(kind, "2026-11-27, 16 devices", links).save(path)
     return path
 
@@ -36,13 +36,16 @@ def test_the_fit_bears_noise_and_neither_number_is_negative():
     assert fit([(1.0, 1e-6), (1e6, 1.1)]).seconds == 0.0
     # Times that fall with the bytes tell no bandwidth beyond what was reached.
     assert fit([(1e3, 2e-3), (1e6, 1e-3)]) == Link(0.0, 1e9)
+    # Of one size no two numbers follow.
+    with pytest.raises(ValueError, match="`sizes` all send 4 bytes"):
+        fit([(4, 1e-5), (4, 2e-5)])
 
 
 def test_a_collective_takes_what_was_measured_of_each_class_of_links(tmp_path):
     usual = parse_target("h100:2x8")
     within = {kind: Link(1e-5, 1e11 * (i + 1)) for i, kind in enumerate(KINDS)}
     target = with_links(usual, saved(tmp_path, {WITHIN: within}))
-    assert read_links(tmp_path / "links.json").links == {WITHIN: within}
+    assert read_links(tmp_path / "new" / "links.json").links == {WITHIN: within}
     # 3 all-gathers of 1e9 bytes in all, of which a quarter crosses the network, as published.
     fast, slow = wire_seconds("all-gather", 1e9, 2.5e8, target.chip, 3)
     assert fast == pytest.approx(3e-5 + 7.5e8 / 2e11)
@@ -82,6 +85,13 @@ def test_a_search_ranks_by_measured_links_and_says_so(capsys, tmp_path):
         (
             '{"device_kind": "x", "measured": "", "links": {"within": {"a": 1}}}',
             "no measured links",
+        ),
+        *(
+            (f'{{"device_kind": "x", "measured": "", "links": {links}}}', sentence)
+            for links, sentence in (
+                ('{"Within": {"all-reduce": {"seconds": 0, "bytes_per_s": 1}}}', "unknown names"),
+                ('{"within": {"all-reduce": {"seconds": 1, "bytes_per_s": Infinity}}}', "finite"),
+            )
         ),
     ],
 )

@@ -220,6 +220,23 @@ def test_pauses_grow_and_restarts_count_anew_after_a_newer_checkpoint(tmp_path, 
     assert 15 <= sum(slept) < 30.1
 
 
+def test_restarts_count_anew_after_a_newer_snapshot_too(tmp_path):
+    code = """
+import os, pathlib, sys
+from jaxtrain.host.keeper import ask
+tries = pathlib.Path(sys.argv[1])
+tries.write_text(tries.read_text() + "x" if tries.exists() else "x")
+step = min(len(tries.read_text()), 4)
+ask(os.environ["JAXTRAIN_MEMORY"], "PUT", f"run/snapshots/{step}/state/w", b"")
+sys.exit(75)
+"""
+    command = python(code, tmp_path / "tries", "--run-dir", tmp_path / "r", "--memory-every", 5)
+    options = LaunchOptions(processes=1, max_restarts=1)
+    assert run_launch(options, command, sleep=lambda seconds: None) == 75
+    # Four that each left a newer one, and one that did not.
+    assert len((tmp_path / "tries").read_text()) == 5
+
+
 class Rounds:
     """Hosts that have agreed on rounds beforehand: numbers, and the names of who is in each."""
 
@@ -256,7 +273,7 @@ class Rounds:
 def test_restarts_count_with_the_same_hosts_alone(code, rounds, attempts, tmp_path, capfd):
     hosts = Rounds(*rounds)
     options = LaunchOptions(processes=1, hosts="1:2", elastic=True)
-    run = launch._Attempts(options, None, launch._Signals(), lambda seconds: None)
+    run = launch._Attempts(options, lambda: None, launch._Signals(), lambda seconds: None)
     words = "import os, sys; print(sys.argv[2:], *(os.environ['JAXTRAIN_' + n] for n in ('HOSTS',"
     words += f" 'START'))); sys.exit({code})"
     line = python(words, "x", "--resume")

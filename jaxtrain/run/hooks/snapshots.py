@@ -21,10 +21,12 @@ from jaxtrain.state import TrainState
 
 class Snapshots(Hook, contextlib.AbstractContextManager):
     """Takes a snapshot after every ``memory_every`` steps of a run while it is open; one that fails
-    is an event, the first of them a line too, and the run goes on."""
+    is an event, the first of them a line too, and the run goes on. Snapshots after step ``start``
+    are deleted: the run continues from before them, where a newer checkpoint is damaged."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, start: int):
         self.run, self._memory, self._told = run, _memory_of(run.journal), False
+        self._memory.drop_after(start)
 
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(storage.StorageError):  # A run that ends needs no snapshot.

@@ -85,6 +85,17 @@ def test_damaged_copies_are_passed_over_and_so_are_snapshots_older_than_storage(
 
 
 @pytest.mark.slow
+def test_a_run_that_falls_back_behind_its_snapshot_takes_new_ones(tmp_path, keepers):
+    folder = tmp_path / "run"
+    interrupted(folder, 10, save_every=5)  # Steps 5 and 10 are on storage, 9 in memory.
+    for file in (folder / "checkpoints" / "10" / "state").glob("d/*"):
+        file.write_bytes(bytes(file.stat().st_size))
+    interrupted(folder, 8, resume=True, save_every=5)
+    assert started(folder) == ([0, 5], [])
+    assert {name.split("/")[2] for name in keepers[0].objects} == {"6"}
+
+
+@pytest.mark.slow
 def test_snapshots_that_fail_are_told_once_and_the_run_goes_on(
     tmp_path, keepers, capfd, monkeypatch
 ):
