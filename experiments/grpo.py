@@ -13,6 +13,7 @@ that 600 small steps have taught, 27 % of the held-out lines are right, and 73 %
 import ast
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ from jaxtrain.host.least import check_least
 from jaxtrain.methods.population import Population
 from jaxtrain.methods.rollouts import SAMPLERS, Rollouts, rollouts
 from jaxtrain.models import decoder, exact
+from jaxtrain.models.generate import whole_rows
 from jaxtrain.run import options
 from jaxtrain.state import TrainState
 
@@ -275,14 +277,17 @@ def conclude(
     config: Config, how: Rollouts, rows: list, state: TrainState, means: Mapping[str, float]
 ) -> list[str]:
     """Says how many answers to held-out prompts are right, and shows some."""
-    shown = rows[:SHOWN]
-    batch = {name: np.stack([row[name] for row in shown]) for name in shown[0]}
-    params, mesh = state.params, jax.tree.leaves(state.params)[0].sharding.mesh
+    shown, mesh = rows[:SHOWN], jax.tree.leaves(state.params)[0].sharding.mesh
+    # All devices that split rows have some.
+    asked = list(itertools.islice(itertools.cycle(shown), whole_rows(len(shown), mesh)))
+    batch = {name: np.stack([row[name] for row in asked]) for name in shown[0]}
+    write = lambda *given: how.answer(*given, jax.random.key(0)).tokens  # noqa: E731
     with jax.set_mesh(mesh):
-        new = jax.jit(how.answer)(params, batch, jax.random.key(0)).tokens
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        new = jax.jit(write, out_shardings=whole)(state.params, batch)
     lines = [f"held-out answers that are right: {means['reward']:.1%}", "", "some of them:", ""]
     is_right = TASKS[config.task].is_right
-    for row, answer in zip(shown, np.asarray(new), strict=True):
+    for row, answer in zip(shown, np.asarray(new)[: len(shown)], strict=True):
         line = line_of(row["tokens"][: row["lengths"]], answer)
         lines.append(f"  {'-' if line is None or not is_right(line) else '+'} {line!r}")
     return lines

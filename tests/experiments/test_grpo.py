@@ -1,0 +1,20 @@
+"""A GPT that learns from rewards of its answers: what is said when it is over."""
+
+import jax
+import numpy as np
+
+from experiments import grpo
+from jaxtrain.build import make_experiment_mesh, make_state
+from jaxtrain.methods.rollouts import Rollouts
+from tests.methods.test_rollouts import MODEL, experiment, prompts
+
+
+def test_a_few_answers_are_shown_whatever_number_of_devices_splits_rows():
+    made = experiment("data=4", sampler="exact")
+    state = make_state(made, make_experiment_mesh(made, jax.devices()[:4]))
+    how = Rollouts(MODEL, None, end=grpo.NEWLINE, longest=4, sampler="exact")
+    batch = prompts(count=6)
+    rows = [{name: x[i] for name, x in batch.items()} for i in range(6)]
+    told = grpo.conclude(grpo.Config(), how, rows, state, {"reward": np.float32(0.5)})
+    assert told[0] == "held-out answers that are right: 50.0%"
+    assert len(told) == 4 + 6
