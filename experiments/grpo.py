@@ -153,7 +153,7 @@ def build(config: Config) -> jt.Experiment:
     step = outline(config, vocab_size=tokenizer.vocab_size)
     about = f"{len(rows['train']):,} to train on, {len(rows['held_out']):,} held out"
     fingerprints = {"text": text.stores[""].corpus().fingerprint}
-    model = language.model_config(config, tokenizer.vocab_size)
+    model = _model(config, tokenizer.vocab_size)
     how = _rollouts(config, model, step.policy)
     return step.with_(
         **config.batches_of(rows["train"], rows["held_out"]),
@@ -172,7 +172,7 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
             raise ValueError(
                 f"`{name}` is {value}, and a run that learns from rewards has none: leave it out"
             )
-    model = language.model_config(config, vocab_size or language.vocab_size(config))
+    model = _model(config, vocab_size or language.vocab_size(config))
     longest = config.prompt_tokens + config.new_tokens
     if model.positions == "learned" and longest > model.seq_len:
         raise ValueError(
@@ -240,6 +240,12 @@ def prompts(
         tokens[: len(prompt)] = np.frombuffer(prompt, np.uint8)
         rows.append({"tokens": tokens, "lengths": np.int32(len(prompt))})
     return rows
+
+
+def _model(config: Config, vocab_size: int) -> decoder.DecoderConfig:
+    """The model without dropout, which one to begin with may have been trained with: what answers
+    has none, and what learns would be another policy."""
+    return language.model_config(config, vocab_size, dropout=0.0, attention_dropout=0.0)
 
 
 def _rollouts(config: Config, model: decoder.DecoderConfig, policy: jt.Policy) -> Rollouts:

@@ -1,4 +1,6 @@
-"""A GPT that learns from rewards of its answers: what is said when it is over."""
+"""A GPT that learns from rewards of its answers: its model, and what is said when it is over."""
+
+import dataclasses
 
 import jax
 import numpy as np
@@ -6,7 +8,16 @@ import numpy as np
 from experiments import grpo
 from jaxtrain.build import make_experiment_mesh, make_state
 from jaxtrain.methods.rollouts import Rollouts
+from jaxtrain.models import decoder
 from tests.methods.test_rollouts import MODEL, experiment, prompts
+
+
+def test_what_learns_has_no_dropout_whatever_it_was_trained_with(monkeypatch):
+    tiny = dataclasses.replace(decoder.PRESETS["tiny"](), dropout=0.1, attention_dropout=0.1)
+    monkeypatch.setitem(decoder.PRESETS, "tiny", lambda: tiny)
+    made = grpo.outline(grpo.Config())
+    assert made.metadata.config["model"]["dropout"] == 0
+    assert made.metadata.config["model"]["attention_dropout"] == 0
 
 
 def test_a_few_answers_are_shown_whatever_number_of_devices_splits_rows():
