@@ -172,6 +172,11 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
             raise ValueError(
                 f"`{name}` is {value}, and a run that learns from rewards has none: leave it out"
             )
+    if config.sampler == "exact" and config.quantize is not None:
+        raise ValueError(
+            f"--quantize is {config.quantize} and --sampler exact: the gradient beside exact "
+            "log-probabilities does not go through packed kernels; leave one of them out"
+        )
     model = _model(config, vocab_size or language.vocab_size(config))
     longest = config.prompt_tokens + config.new_tokens
     if model.positions == "learned" and longest > model.seq_len:

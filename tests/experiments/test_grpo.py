@@ -4,9 +4,11 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from experiments import grpo
 from jaxtrain.build import make_experiment_mesh, make_state
+from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.methods.rollouts import Rollouts
 from jaxtrain.models import decoder
 from tests.methods.test_rollouts import MODEL, experiment, prompts
@@ -29,3 +31,8 @@ def test_a_few_answers_are_shown_whatever_number_of_devices_splits_rows():
     told = grpo.conclude(grpo.Config(), how, rows, state, {"reward": np.float32(0.5)})
     assert told[0] == "held-out answers that are right: 50.0%"
     assert len(told) == 4 + 6
+
+
+def test_an_exact_sampler_of_packed_kernels_is_refused():
+    with pytest.raises(ValueError, match="--quantize is nf4 and --sampler exact"):
+        grpo.outline(grpo.Config(sampler="exact", quantize="nf4", lora=LoRA(rank=2)))
