@@ -13,6 +13,7 @@ that 600 small steps have taught, 27 % of the held-out lines are right, and 73 %
 import ast
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ from jaxtrain.host.least import check_least
 from jaxtrain.methods.population import Population
 from jaxtrain.methods.rollouts import SAMPLERS, Rollouts, rollouts
 from jaxtrain.models import decoder, exact
+from jaxtrain.models.generate import whole_rows
 from jaxtrain.run import options
 from jaxtrain.state import TrainState
 
@@ -151,7 +153,7 @@ def build(config: Config) -> jt.Experiment:
     step = outline(config, vocab_size=tokenizer.vocab_size)
     about = f"{len(rows['train']):,} to train on, {len(rows['held_out']):,} held out"
     fingerprints = {"text": text.stores[""].corpus().fingerprint}
-    model = language.model_config(config, tokenizer.vocab_size)
+    model = _model(config, tokenizer.vocab_size)
     how = _rollouts(config, model, step.policy)
     return step.with_(
         **config.batches_of(rows["train"], rows["held_out"]),
@@ -170,7 +172,12 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
             raise ValueError(
                 f"`{name}` is {value}, and a run that learns from rewards has none: leave it out"
             )
-    model = language.model_config(config, vocab_size or language.vocab_size(config))
+    if config.sampler == "exact" and config.quantize is not None:
+        raise ValueError(
+            f"--quantize is {config.quantize} and --sampler exact: the gradient beside exact "
+            "log-probabilities does not go through packed kernels; leave one of them out"
+        )
+    model = _model(config, vocab_size or language.vocab_size(config))
     longest = config.prompt_tokens + config.new_tokens
     if model.positions == "learned" and longest > model.seq_len:
         raise ValueError(
@@ -240,6 +247,12 @@ def prompts(
     return rows
 
 
+def _model(config: Config, vocab_size: int) -> decoder.DecoderConfig:
+    """The model without dropout, which one to begin with may have been trained with: what answers
+    has none, and what learns would be another policy."""
+    return language.model_config(config, vocab_size, dropout=0.0, attention_dropout=0.0)
+
+
 def _rollouts(config: Config, model: decoder.DecoderConfig, policy: jt.Policy) -> Rollouts:
     reward = functools.partial(rewards, TASKS[config.task].is_right)
     given = {"sampler": config.sampler, "policy": policy}
@@ -275,14 +288,17 @@ def conclude(
     config: Config, how: Rollouts, rows: list, state: TrainState, means: Mapping[str, float]
 ) -> list[str]:
     """Says how many answers to held-out prompts are right, and shows some."""
-    shown = rows[:SHOWN]
-    batch = {name: np.stack([row[name] for row in shown]) for name in shown[0]}
-    params, mesh = state.params, jax.tree.leaves(state.params)[0].sharding.mesh
+    shown, mesh = rows[:SHOWN], jax.tree.leaves(state.params)[0].sharding.mesh
+    # All devices that split rows have some.
+    asked = list(itertools.islice(itertools.cycle(shown), whole_rows(len(shown), mesh)))
+    batch = {name: np.stack([row[name] for row in asked]) for name in shown[0]}
+    write = lambda *given: how.answer(*given, jax.random.key(0)).tokens  # noqa: E731
     with jax.set_mesh(mesh):
-        new = jax.jit(how.answer)(params, batch, jax.random.key(0)).tokens
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        new = jax.jit(write, out_shardings=whole)(state.params, batch)
     lines = [f"held-out answers that are right: {means['reward']:.1%}", "", "some of them:", ""]
     is_right = TASKS[config.task].is_right
-    for row, answer in zip(shown, np.asarray(new), strict=True):
+    for row, answer in zip(shown, np.asarray(new)[: len(shown)], strict=True):
         line = line_of(row["tokens"][: row["lengths"]], answer)
         lines.append(f"  {'-' if line is None or not is_right(line) else '+'} {line!r}")
     return lines

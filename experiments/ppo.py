@@ -67,12 +67,14 @@ class Config(jt.Config):
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment, or that of its population."""
-    check_least(config, global_batch=1, episodes=1)
     return of_members(config, built)
 
 
 def built(config: Config, method: Any = on_policy, **given: Any) -> jt.Experiment:
     """Builds the experiment of one member, by a method; ``given`` are other fields of it."""
+    check_least(config, global_batch=1, episodes=1)
+    if min(config.hidden, default=1) < 1:
+        raise ValueError(f"`hidden` is {config.hidden}: a layer has at least 1 unit")
     environment, how, E = ENVIRONMENTS[config.environment], config.rollout, config.global_batch
 
     def optimizer(stack: Any, **numbers: Any) -> Any:

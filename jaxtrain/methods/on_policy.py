@@ -294,10 +294,9 @@ def on_policy(
       how: the numbers of PPO.
 
     Raises:
-      ValueError: the experiment has a method already.
+      ValueError: the experiment has a method already, or a minibatch is one step of one actor.
     """
-    _check_free(experiment)
-    (E,) = experiment.data.batch["actor"].shape
+    E = _checked(experiment, how)
 
     def start(state: TrainState) -> TrainState:
         rng = jax.random.fold_in(state.rng, jnp.uint32(2**32 - 1))  # which no step has
@@ -337,7 +336,7 @@ def off_policy(
     :func:`rollout` with ``actor`` [E] and ``log_prob`` [E, T], that of the actions when they were
     drawn. :func:`v_trace` says what they were worth; where nothing is old, it is the same step.
     """
-    _check_free(experiment)
+    _checked(experiment, how)
 
     def off_policy(step: Step) -> Step:
         def update(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Any]]:
@@ -350,12 +349,20 @@ def off_policy(
     return experiment.with_(method=Method(off_policy, updates=how.updates))
 
 
-def _check_free(experiment: Any) -> None:
+def _checked(experiment: Any, how: OnPolicy) -> int:
+    """Returns the number of actors."""
     if experiment.method != Method():
         raise ValueError(
             f"experiment {experiment.name!r} has a method of its own, such as replicas of local "
             "updates, and its actors are one: leave it out"
         )
+    (E,) = experiment.data.batch["actor"].shape
+    if E * how.steps == how.minibatches:
+        raise ValueError(
+            f"`rollout.minibatches` is {how.minibatches}: each has one step of one actor, whose "
+            "advantage is compared with no other; give fewer, or more actors"
+        )
+    return E
 
 
 def _passes(

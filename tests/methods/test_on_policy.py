@@ -293,6 +293,11 @@ def test_members_of_a_population_are_their_runs_alone():
         ({"rollout": lambda: OnPolicy(steps=10, minibatches=4)}, r"give a divisor of the steps"),
         ({"rollout": lambda: OnPolicy(discount=1.1)}, r"`rollout.discount` is 1.1"),
         ({"local": lambda: jt.methods.local_updates.Local(replicas=2)}, r"has a method of its own"),
+        (
+            {"rollout": lambda: OnPolicy(minibatches=128), "global_batch": lambda: 1},
+            r"each has one step of one actor",
+        ),
+        ({"hidden": lambda: (64, 0)}, r"`hidden` is \(64, 0\): a layer has at least 1"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags, message):
