@@ -300,7 +300,10 @@ def conclude(
     is_right = TASKS[config.task].is_right
     for row, answer in zip(shown, np.asarray(new)[: len(shown)], strict=True):
         line = line_of(row["tokens"][: row["lengths"]], answer)
-        lines.append(f"  {'-' if line is None or not is_right(line) else '+'} {line!r}")
+        if line is None:
+            lines.append("  - (an answer that does not end)")
+        else:
+            lines.append(f"  {'+' if is_right(line) else '-'} {line!r}")
     return lines
 
 

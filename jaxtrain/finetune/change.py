@@ -96,7 +96,7 @@ def apply(experiment: Any, change: Change, **fields: Any) -> Any:
     return experiment.with_(
         init_fn=init_fn,
         params=task.params and (lambda: change.params(task.params(), None, stack)),
-        freeze=change.freeze if task.freeze is None else frozen,
+        freeze=frozen if task.freeze and change.freeze else task.freeze or change.freeze,
         back=back,
         rules=change.rules(task.rules, shapes),
         stages=stages,

@@ -150,6 +150,11 @@ def policy_loss(
     Array([[-0.5, -0.5]], dtype=float32)
     """
     how.checked()
+    if "advantage" not in batch:
+        raise ValueError(
+            f"the batch has {', '.join(batch)} and no advantage of rewarded answers, which the "
+            "method jaxtrain.methods.rollouts.rollouts gives a step: use that"
+        )
     mask_BT, advantage_B1 = batch["mask"], batch["advantage"][:, None]
     # What lies behind an answer may be anything, and has no gradient.
     log_p_BT = jnp.where(mask_BT > 0, log_p_BT, 0.0)

@@ -14,7 +14,8 @@ from experiments import grpo
 from jaxtrain.build import compile_train, make_experiment_mesh, make_state
 from jaxtrain.experiment import Experiment
 from jaxtrain.finetune.change import apply
-from jaxtrain.finetune.group_policy import GroupPolicy, Rewarded
+from jaxtrain.finetune.constrain import Constrain
+from jaxtrain.finetune.group_policy import GroupPolicy, Rewarded, policy_loss
 from jaxtrain.layout import Layout
 from jaxtrain.methods.rollouts import Rollouts, rollouts
 from jaxtrain.models import decoder
@@ -196,3 +197,15 @@ def test_lines_are_judged_as_python_and_as_sums():
     new[0, 2] = ord("}")
     new[1] = ord("8")  # which has no end
     assert right(prompt, lengths, new).tolist() == [0, 0, 1]
+
+
+def test_changes_that_freeze_nothing_freeze_nothing_together():
+    made = apply(experiment(how=GroupPolicy(size=4)), Constrain(False, "int8"))
+    assert not made.task.freeze
+    with pytest.raises(ValueError, match="mesh axis 'pipe' has size 2, and answers"):
+        made.with_(layout=Layout.parse("pipe=2"))
+
+
+def test_rows_without_advantages_are_refused():
+    with pytest.raises(ValueError, match="the batch has mask and no advantage"):
+        policy_loss(jnp.zeros((1, 2)), {"mask": jnp.ones((1, 2))})
