@@ -170,7 +170,7 @@ def policy_loss(
         if reference is None:
             raise ValueError(f"`kl` is {how.kl}: give reference= what it is the divergence from")
         d_BT = jnp.where(mask_BT > 0, jax.lax.stop_gradient(reference), 0.0) - log_p_BT
-        metrics["kl"] = jnp.exp(d_BT) - d_BT - 1
+        metrics["kl"] = jnp.expm1(d_BT) - d_BT  # of small d, exp(d) - 1 would be its rounding
         gain_BT -= how.kl * metrics["kl"]
     tokens, lengths_B1 = mask_BT.sum(), mask_BT.sum(axis=1, keepdims=True)
     answers = (lengths_B1 > 0).sum().astype(jnp.float32)
