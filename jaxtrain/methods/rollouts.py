@@ -58,6 +58,14 @@ class Rollouts:
     sampler: Literal[SAMPLERS] = "same"  # type: ignore[valid-type]
     policy: Policy = dataclasses.field(default_factory=Policy)
 
+    def __post_init__(self) -> None:
+        for name in ("dropout", "attention_dropout"):
+            if rate := getattr(self.model, name):
+                raise ValueError(
+                    f"`{name}` is {rate}, and answers to be rewarded are sampled without any, so "
+                    "that another policy would train: give a model that has 0"
+                )
+
     @jax.named_scope(SAMPLED)
     def answer(self, params: Any, prompts: Mapping[str, jax.Array], rng: jax.Array) -> Scored:
         """Returns what is written for ``tokens`` [B, P] and ``lengths`` [B]. Each row has a key of

@@ -126,7 +126,7 @@ def test_a_bfloat16_bias_s_gradient_is_rounded_once():
         ({"window": 3, "window_pattern": (False,)}, "and true at least once"),
         ({"window": 3, "window_pattern": (1, 0)}, r"window_pattern=\(1, 0\) must say by true and"),
         ({"local_rope_theta": 1e4}, "needs a window and rotary positions: set both"),
-        ({"mlp": "tanh"}, "mlp='tanh' is not one of gelu, gelu_exact, relu, swiglu"),
+        ({"mlp": "tanh"}, "mlp='tanh' is not one of gelu, gelu_exact, gelu_quick, relu, swiglu"),
         ({"causal": 1}, "causal=1 must be true or false"),
         ({"rope_dim": 4}, "rope_dim=4 is not below head_dim=4: leave it out"),
         ({"q_rank": 4}, "q_rank=4 is of latent attention, and kv_rank=None"),
