@@ -15,6 +15,8 @@ import dataclasses
 import functools
 import itertools
 import re
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -37,6 +39,8 @@ from jaxtrain.state import TrainState
 
 HELD_OUT, MOST, SHOWN = 256, 20_000, 6
 NEWLINE = ord("\n")
+# Devices judge at the same time, and filters of warnings are the process's.
+_PARSING = threading.Lock()
 # Of a line, up to an opening bracket outside of strings and comments, and the rest.
 OPENED = re.compile(rb"^([ \t]*[^\n#'\"]*?[\(\[\{])([^\n]+)$", re.M)
 
@@ -99,10 +103,12 @@ def is_python(line: str) -> bool:
     [True, True, False, False, False]
     """
     line = line.strip()
-    try:
-        return bool(ast.parse(line + " pass" * line.endswith(":")).body)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
+    with _PARSING, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of odd escapes
+        try:
+            return bool(ast.parse(line + " pass" * line.endswith(":")).body)
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            return False
 
 
 def sums(config: Config, texts: Iterable[bytes], rng: Any) -> Iterator[bytes]:
