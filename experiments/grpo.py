@@ -141,9 +141,9 @@ def build(config: Config) -> jt.Experiment:
             f"--task {config.task} reads bytes of one source: leave --tokenizer out, and give "
             "--data one text and --init-from a model of bytes"
         )
-    rows = {}
+    rows, train = {}, text.stores[""].corpus()
     for name, corpus, most in (
-        ("train", text.stores[""].corpus(), MOST),
+        ("train", train, MOST),
         ("held_out", text.held_out(config.held_out_bytes)[""], HELD_OUT),
     ):
         texts = (document.text for document in corpus.documents(tokenizer))
@@ -158,7 +158,7 @@ def build(config: Config) -> jt.Experiment:
     config = config.of_rows(rows["train"])
     step = outline(config, vocab_size=tokenizer.vocab_size)
     about = f"{len(rows['train']):,} to train on, {len(rows['held_out']):,} held out"
-    fingerprints = {"text": text.stores[""].corpus().fingerprint}
+    fingerprints = {"text": train.fingerprint}
     model = _model(config, tokenizer.vocab_size)
     how = _rollouts(config, model, step.policy)
     return step.with_(

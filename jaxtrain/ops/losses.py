@@ -287,7 +287,7 @@ def _diverging(
         x_BTD, targets_BT, *of_teacher = parts
         x_ND, targets_N = _gathered((x_BTD, targets_BT))
         logits_NV = _tile_logits(form, x_ND, kernel_SDV)
-        nll_N, hit_N, _ = token_losses(vocab_size, logits_NV, targets_N)[0]
+        nll_N, hit_N, _ = _token_losses(vocab_size, logits_NV, targets_N)[0]
         known_V = jnp.arange(logits_NV.shape[1]) < vocab_size
         log_q_NV = jax.nn.log_softmax(jnp.where(known_V, logits_NV / temperature, MASKED))
         return None, _in_rows((nll_N, hit_N, kl(log_q_NV, known_V, *of_teacher)), parts)
@@ -306,7 +306,7 @@ class _Form(NamedTuple):
 
 
 def _checkpointed_losses(form, x_BTD, kernel_DV, bias_V, targets_BT):
-    losses = lambda *of_tile: token_losses(form.vocab_size, *of_tile)[0]  # noqa: E731
+    losses = lambda *of_tile: _token_losses(form.vocab_size, *of_tile)[0]  # noqa: E731
     return _of_logits(form, losses, x_BTD, kernel_DV, targets_BT, bias_V=bias_V)
 
 
@@ -347,7 +347,7 @@ def _forward(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
         x_ND, targets_N, mask_N = _gathered(parts)
         product_NV = jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in)
         logits_NV = _logits(form, product_NV, bias_V)
-        per_token, softmax_NV = token_losses(form.vocab_size, logits_NV, targets_N, in_passes)
+        per_token, softmax_NV = _token_losses(form.vocab_size, logits_NV, targets_N, in_passes)
         if form.z_loss:
             softmax_NV = softmax_NV * (1 + 2 * form.z_loss * per_token[2])[:, None]
         target_NV = targets_N[:, None] == jnp.arange(V)
@@ -418,7 +418,7 @@ def _three_passes(logits_NV, target_NV):
     return peak, weights.sum(axis=1), target_NV.sum(axis=1), weights
 
 
-def token_losses(vocab_size, logits, targets_N, in_passes=_three_passes):
+def _token_losses(vocab_size, logits, targets_N, in_passes=_three_passes):
     """Returns per token the loss, whether the target is on top and log Z, [N]; softmax [N, V]."""
     column = jnp.arange(logits.shape[1])
     if vocab_size < logits.shape[1]:
