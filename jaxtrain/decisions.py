@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     ENGINE = "gradients are computed"
     ATTENTION = "attention"
     CONTEXT = "rows are split"
+    EXPERTS = "experts"
     HIDING = "communication is hidden"
     BITS = "bits are the same in every run"
     EXACT = "bits are the same on any number of devices"
@@ -76,6 +77,8 @@ class Why(enum.Enum):
         "for {axes} of size {parts} do not divide its {heads} heads, and attention to one device's "
         "keys by {positions} positions takes longer than to send them"
     )
+    # Tokens and the experts of other devices:
+    SPREAD = "for even routes take a token to {mean} of {places} devices"
     ONE_GRADIENT = "a gradient that is taken once, for its own has no derivative"
 
     def __call__(self, **facts: Any) -> "Reason":
@@ -133,6 +136,17 @@ class Positions(NamedTuple):
             "ring": "sends keys and values around a ring",
         }
         return f"attention {how[self.exchanged]}, {self.reason}"
+
+
+class Dispatched(NamedTuple):
+    """How tokens meet the experts of other devices, ``"gather"`` or ``"exchange"``, and why."""
+
+    how: str
+    reason: Reason
+
+    def __str__(self) -> str:
+        how = "are sent to their devices" if self.how == "exchange" else "are gathered"
+        return f"tokens {how}, {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.method import Method
 from jaxtrain.ops.attention import preferred
 from jaxtrain.ops.context import exchange
+from jaxtrain.ops.dispatch import dispatch
 from jaxtrain.ops.remat import keeping, layout_keeps
 from jaxtrain.optim import freezing
 from jaxtrain.optim.masks import Mask
@@ -322,9 +323,15 @@ def lay_out(experiment: Experiment) -> Laid:
             f"`exchange` is {layout.exchange!r} and mesh axis 'context' has size 1, so that no "
             "device has a part of a row: use --mesh.context, or leave it out"
         )
+    if layout.dispatch is not None and layout.mesh.expert == 1:
+        raise ValueError(
+            f"`dispatch` is {layout.dispatch!r} and mesh axis 'expert' has size 1, so that every "
+            "device has all experts: use --mesh.expert, or leave it out"
+        )
     if not layout.sequence_parallel:
         rules = dataclasses.replace(rules, axes=dict(rules.axes) | {"residual": "context"})
     contexts = {preferred: layout.attention, exchange: layout.exchange, layout_keeps: layout.remat}
+    contexts[dispatch] = layout.dispatch
     wrap = functools.partial(_within, {c: x for c, x in contexts.items() if x is not None})
     made = {name: wrap(getattr(task, name)) for name in ("loss_fn", "eval_loss_fn")}
     stack = rules.stacked

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from jaxtrain.host.least import check_least
 from jaxtrain.ops.attention import IMPLEMENTATIONS
 from jaxtrain.ops.context import EXCHANGES
+from jaxtrain.ops.dispatch import DISPATCHES
 from jaxtrain.ops.remat import REMAT
 from jaxtrain.sharding.mesh import AXES, fill_sizes
 
@@ -143,6 +144,10 @@ class Layout:
     """Exchange of attention where --mesh.context splits rows: heads for positions, keys (all of a
     row on each device) or ring (those of one device at a time). Left out, heads where the axis
     divides them, else a ring for long rows, else keys."""
+    dispatch: Literal[DISPATCHES] | None = None  # type: ignore[valid-type]
+    """Way of tokens to the experts that --mesh.expert splits: gather (all tokens on all of its
+    devices) or exchange (each token to the devices of its experts). Left out, the exchange where
+    that takes half the traffic at most."""
     sequence_parallel: bool = True
     """Split rows between blocks over the tensor axis too, where their length divides; this shrinks
     the memory that a block keeps for its backward pass, and the work of norms."""

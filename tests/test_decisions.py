@@ -15,6 +15,7 @@ from jaxtrain.engines.plain import Engine, plain
 from jaxtrain.engines.reduction import find_shards, why_not
 from jaxtrain.ops import attention as ops
 from jaxtrain.ops.context import exchange
+from jaxtrain.ops.dispatch import dispatched
 from jaxtrain.ops.mask import Mask
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import parse_target
@@ -106,6 +107,7 @@ REACHED = {
     Why.FEW_HEADS: lambda: split(heads=3),
     Why.LONG_ROWS: lambda: split(heads=3, length=2**13),
     Why.DIVISIBLE: lambda: kernel(rows=9),
+    Why.SPREAD: lambda: dispatched(8, 1, 2).reason,
     Why.ONE_GRADIENT: differentiated_twice,
     Why.WHOLE_ROWS: split_for_splash,
 }

@@ -208,6 +208,8 @@ def _models() -> Iterator[Capability]:
         ("on-policy rollouts", "ppo", (), "actor|rollout|method|ppo|model|layers|stages"),
     ):
         layout = "data=2,expert=2" if "expert" in called else ""
+        # The other way of tokens to experts than few devices have by choice.
+        layout += ",dispatch=exchange" if name == "latent attention" else ""
         own = {"module": f"experiments.{module}", "called": called}
         # The later updates of its step are of parameters that have been rounded otherwise.
         own["tolerance"] = 1e-4 if module == "ppo" else 0.0

@@ -7,14 +7,14 @@ holds a token once for each of its experts. The hidden layer is computed again f
 
 On a mesh each device has some of the experts, and part of their hidden width. It gathers the tokens
 of the devices along the axis of the experts, and what its experts add is summed over them and
-scattered back: (EP - 1) N D numbers are received each way, of N tokens on each of EP devices. To
-send each token to the devices of its experts alone would take k N D (EP - 1) / EP, which is less
-only where EP is above k.
+scattered back; or each token is sent to the devices of its experts, and back
+(:mod:`jaxtrain.ops.dispatch`).
 
 Shapes: B batch, T positions, N tokens, D width, F hidden width, E experts of a device, J experts of
 a token, A = N J choices, R rows of a tile.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -25,9 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.decisions import Kind
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
+from jaxtrain.ops.dispatch import Waves, dispatched
 from jaxtrain.ops.numerics import wide
 from jaxtrain.ops.per_device import not_taken_over, split_over
+from jaxtrain.sharding.placement import report_finding
 
 # Rows of a tile, at most: for each tile an expert's weights are read, and the sums of their
 # gradients read and written.
@@ -43,13 +46,13 @@ Weights = Mapping[str, jax.Array]
 
 
 def trips_of(scope: str) -> int | None:
-    """The mean number of iterations that a scope's name says of a loop, if any.
+    """The mean number of iterations that a scope's name says of its innermost loop, if any.
 
-    >>> trips_of("jit(step)/mean_trips_12_of_2_8/while")
+    >>> trips_of("jit(step)/mean_trips_3/while/body/mean_trips_12_of_2_8/while")
     12
     """
-    found = re.search(rf"\b{TRIPS}(\d+)", scope)
-    return int(found[1]) if found else None
+    found = re.findall(rf"\b{TRIPS}(\d+)", scope)
+    return int(found[-1]) if found else None
 
 
 def heat_of(scope: str) -> float:
@@ -59,12 +62,11 @@ def heat_of(scope: str) -> float:
     >>> heat_of("jit(step)/mean_trips_12_of_1_8/while"), heat_of("mean_trips_12_of_8_8")
     (1.0, 0.0)
     """
-    found = re.search(rf"\b{TRIPS}\d+_of_(\d+)_(\d+)", scope)
-    here, experts = map(int, found.groups()) if found else (1, 1)
+    found = re.findall(rf"\b{TRIPS}\d+_of_(\d+)_(\d+)", scope)
+    here, experts = map(int, found[-1]) if found else (1, 1)
     return (experts - here) / (here * max(1, experts - 1))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def expert_mlp(
     form: str,
     x_BTD: jax.Array,
@@ -87,16 +89,24 @@ def expert_mlp(
     >>> float(expert_mlp("relu", x, weights, gates, jnp.array([[[0, 1]]]))[0, 0, 0])
     11.0
     """
-    return _forward(form, x_BTD, weights, gates_BTJ, experts_BTJ)[0]
+    operands = x_BTD, weights, gates_BTJ, experts_BTJ
+    return _expert_mlp(form, _placed(operands), *operands)
 
 
-def _forward(form, *operands):
-    return _on_mesh(functools.partial(_values, form, len(operands[1]["up"])), operands), operands
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _expert_mlp(form, placed, *operands):
+    return _forward(form, placed, *operands)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pull(form, operands, dy_BTD):
-    return _on_mesh(functools.partial(_gradients, form, len(operands[1]["up"])), operands, dy_BTD)
+def _forward(form, placed, *operands):
+    compute = functools.partial(_values, form, len(operands[1]["up"]))
+    return _on_mesh(compute, placed, operands), operands
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _pull(form, placed, operands, dy_BTD):
+    compute = functools.partial(_gradients, form, len(operands[1]["up"]))
+    return _on_mesh(compute, placed, operands, dy_BTD)
 
 
 def _refuse(*_):
@@ -106,17 +116,29 @@ def _refuse(*_):
     )
 
 
-def _backward(form, operands, dy_BTD):
-    return *_pull(form, operands, dy_BTD), np.zeros(operands[-1].shape, jax.dtypes.float0)
+def _backward(form, placed, operands, dy_BTD):
+    return *_pull(form, placed, operands, dy_BTD), np.zeros(operands[-1].shape, jax.dtypes.float0)
 
 
-_pull.defvjp(lambda form, *given: (_pull(form, *given), None), _refuse)
-expert_mlp.defvjp(_forward, _backward)
+_pull.defvjp(lambda *given: (_pull(*given), None), _refuse)
+_expert_mlp.defvjp(_forward, _backward)
 
 
-def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> Any:
-    """Runs ``compute(x_ND, weights, gates_NJ, experts_NJ, *dy_ND)`` on each device's experts, whose
-    results are sums over the devices' parts; gradients where a cotangent is given."""
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """The axes of the mesh over which rows, positions, experts and hidden width are split; of those
+    of the experts, the ones along which tokens meet them; and whether they are sent for that."""
+
+    rows: tuple[str, ...]
+    sequence: tuple[str, ...]
+    holders: tuple[str, ...]
+    hidden: tuple[str, ...]
+    meeting: tuple[str, ...]
+    sends: bool
+
+
+def _placed(operands: tuple[Any, ...]) -> _Placed:
+    """Decides it for both passes, of which only the first is traced within what chooses."""
     (B, T, _), (E, _, F) = operands[0].shape, operands[1]["up"].shape
     free = not_taken_over()
 
@@ -126,24 +148,43 @@ def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> 
 
     rows, sequence = axes_of("batch", B), axes_of("sequence", T)
     holders, hidden = axes_of("experts", E), axes_of("mlp", F)
-    gathered = tuple(axis for axis in holders if axis in rows)
-    partial = tuple(axis for axis in (*holders, *hidden) if axis not in gathered)
-    others = tuple(axis for axis in (*rows, *sequence) if axis not in gathered)
+    meeting, sends = tuple(axis for axis in holders if axis in rows), False
+    if meeting and meeting == holders:
+        parts = split_over("experts")[1]
+        report_finding(Kind.EXPERTS, how := dispatched(parts, E // parts, operands[-1].shape[-1]))
+        sends = how.how == "exchange"
+    return _Placed(rows, sequence, holders, hidden, meeting, sends)
+
+
+def _on_mesh(
+    compute: Any, placed: _Placed, operands: tuple[Any, ...], *cotangent: jax.Array
+) -> Any:
+    """Runs ``compute(x_ND, weights, gates_NJ, experts_NJ, *dy_ND)`` on each device's experts, whose
+    results are sums over the devices' parts; gradients where a cotangent is given."""
+    free, holders, gathered = not_taken_over(), placed.holders, placed.meeting
+    partial = tuple(axis for axis in (*holders, *placed.hidden) if axis not in gathered)
+    others = tuple(axis for axis in (*placed.rows, *placed.sequence) if axis not in gathered)
 
     def on_device(x_BTD, weights, gates_BTJ, experts_BTJ, *dy_BTD):
         here, first = weights["up"].shape[0], 0
         for axis in holders:
             first = first * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
-        tokens = [_gather(x, gathered) for x in (x_BTD, gates_BTJ, experts_BTJ, *dy_BTD)]
+
+        def on_own(x_ND, gates_NJ, experts_NJ, *dy_ND, even=None):
+            own_NJ = experts_NJ - first * here
+            own_NJ = jnp.where((own_NJ >= 0) & (own_NJ < here), own_NJ, here)
+            return compute(x_ND, weights, gates_NJ, own_NJ, *dy_ND, even=even)
+
+        tokens = x_BTD, gates_BTJ, experts_BTJ, *dy_BTD
+        if not placed.sends:
+            tokens = [_gather(x, gathered) for x in tokens]
         lead = tokens[0].shape[:2]
-        x_ND, gates_NJ, experts_NJ, *dy_ND = (x.reshape(-1, x.shape[-1]) for x in tokens)
-        own_NJ = experts_NJ - first * here
-        own_NJ = jnp.where((own_NJ >= 0) & (own_NJ < here), own_NJ, here)
-        found = compute(x_ND, weights, gates_NJ, own_NJ, *dy_ND)
+        tokens = [x.reshape(-1, x.shape[-1]) for x in tokens]
+        found = _by_waves(on_own, weights, gathered, *tokens) if placed.sends else on_own(*tokens)
 
         def back(y_ND, dtype):
             y_BTD = y_ND.astype(dtype).reshape(*lead, -1)
-            return _sum(_scatter(y_BTD, gathered), partial)
+            return _sum(y_BTD if placed.sends else _scatter(y_BTD, gathered), partial)
 
         if not cotangent:
             return back(found, x_BTD.dtype)
@@ -155,10 +196,13 @@ def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> 
 
     if not free:
         return on_device(*operands, *cotangent)
-    of_tokens = P(rows or None, sequence or None, None)
-    up, down = P(holders or None, None, hidden or None), P(holders or None, hidden or None, None)
+    rows, sequence, holders, hidden = (
+        axes or None for axes in (placed.rows, placed.sequence, holders, placed.hidden)
+    )
+    of_tokens = P(rows, sequence, None)
+    up, down = P(holders, None, hidden), P(holders, hidden, None)
     of_weights = {name: down if name == "down" else up for name in operands[1]}
-    bias = P(holders or None, hidden or None)
+    bias = P(holders, hidden)
     of_weights |= {name: bias for name in operands[1] if name.endswith("_bias")}
     specs = (of_tokens, of_weights, of_tokens)
     return jax.shard_map(
@@ -171,9 +215,39 @@ def _on_mesh(compute: Any, operands: tuple[Any, ...], *cotangent: jax.Array) -> 
     )(*operands, *cotangent)
 
 
-def _values(form, experts, x_ND, weights, gates_NJ, experts_NJ):
+def _by_waves(on_own: Any, weights: Weights, axes, x_ND, gates_NJ, experts_NJ, *dy_ND) -> Any:
+    """What ``on_own`` gives of all tokens, each of which is sent to the devices of its experts."""
+    here, J = weights["up"].shape[0], gates_NJ.shape[1]
+    waves, dtype = Waves(experts_NJ, axes, here), wide(x_ND.dtype)
+    # One message for both: the numbers of experts are small enough to be exact.
+    of_routes = jnp.concatenate([gates_NJ, experts_NJ.astype(gates_NJ.dtype)], axis=1)
+    sums = {"tokens": jnp.zeros(x_ND.shape, dtype)}
+    if dy_ND:
+        sums["gates"] = jnp.zeros(gates_NJ.shape, wide(gates_NJ.dtype))
+        sums["weights"] = {name: jnp.zeros(w.shape, dtype) for name, w in weights.items()}
+
+    def wave(w, sums):
+        token_PC = waves.members(w)
+        routes = waves.sent(of_routes, token_PC, fill=here * waves.places)
+        gates_MJ, experts_MJ = routes[:, :J], routes[:, J:].astype(experts_NJ.dtype)
+        x_MD, *dy_MD = (waves.sent(x, token_PC) for x in (x_ND, *dy_ND))
+        found = on_own(x_MD, gates_MJ, experts_MJ, *dy_MD, even=waves.even)
+        if not dy_MD:
+            (out,) = waves.add_back([sums["tokens"]], [found.astype(x_ND.dtype)], token_PC)
+            return {"tokens": out}
+        dx_MD, dweights, dgates_MJ = found
+        back = dx_MD.astype(x_ND.dtype), dgates_MJ.astype(gates_NJ.dtype)
+        dx, dgates = waves.add_back([sums["tokens"], sums["gates"]], list(back), token_PC)
+        dweights = jax.tree.map(jnp.add, sums["weights"], dweights)
+        return {"tokens": dx, "gates": dgates, "weights": dweights}
+
+    sums = waves.loop(wave, sums, f"{TRIPS}{waves.mean_count}")
+    return (sums["tokens"], sums["weights"], sums["gates"]) if dy_ND else sums["tokens"]
+
+
+def _values(form, experts, x_ND, weights, gates_NJ, experts_NJ, *, even=None):
     """The weighted sum [N, D] of what the experts here make of the tokens that chose them."""
-    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, len(weights["up"]), experts)
+    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, len(weights["up"]), experts, even)
 
     def expert(out_ND, of_expert):
         own, *place = of_expert
@@ -190,10 +264,10 @@ def _values(form, experts, x_ND, weights, gates_NJ, experts_NJ):
     return jax.lax.scan(expert, out_ND, (weights, *tiles.places))[0]
 
 
-def _gradients(form, experts, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
+def _gradients(form, experts, x_ND, weights, gates_NJ, experts_NJ, dy_ND, *, even=None):
     """The gradients by tokens, weights and gates, in at least float32."""
     dtype = wide(x_ND.dtype)
-    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, len(weights["up"]), experts)
+    tiles = _Tiles(x_ND, gates_NJ, experts_NJ, len(weights["up"]), experts, even)
 
     def expert(sums, of_expert):
         own, *place = of_expert
@@ -230,17 +304,18 @@ def _gradients(form, experts, x_ND, weights, gates_NJ, experts_NJ, dy_ND):
 
 class _Tiles:
     """The choices of tokens sorted by expert, tile by tile: those of ``here`` experts, of
-    ``experts`` in all."""
+    ``experts`` in all; ``even`` of each where routes are even, if not all are among these."""
 
-    def __init__(self, x_ND, gates_NJ, experts_NJ, here: int, experts: int):
+    def __init__(self, x_ND, gates_NJ, experts_NJ, here: int, experts: int, even: int | None):
         self.x_ND, self.gates_A, self.each = x_ND, gates_NJ.reshape(-1), gates_NJ.shape[1]
         chosen_A = experts_NJ.reshape(-1)
         self.order_A = jnp.argsort(chosen_A, stable=True)
         counts_E = jnp.bincount(chosen_A, length=here)
         self.places = jnp.cumsum(counts_E) - counts_E, counts_E
-        even = ROWS  # of an expert; of an exported program's shapes, which are symbols, any
-        if isinstance(chosen_A.size, int):
-            even = -(-chosen_A.size // experts)
+        if even is None:
+            even = ROWS  # of an exported program's shapes, which are symbols, any
+            if isinstance(chosen_A.size, int):
+                even = -(-chosen_A.size // experts)
         large = min(ROWS, max(8, 1 << (even // TILES).bit_length() >> 1))  # a power of 2
         self.sizes = (large, large // SMALLER) if large > 8 * SMALLER else (large,)
         self.even, self.of = even, f"_of_{here}_{experts}"

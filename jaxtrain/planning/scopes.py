@@ -11,7 +11,7 @@ FORWARD, RECOMPUTED, BACKWARD = "forward", "recomputed", "backward"
 
 # What stands in an operation's path and is no name of a part.
 STRUCTURE = re.compile(
-    rf"while|scan|body|cond|branch_\d+_fun|{BRANCH_SHARES}.*|{TRIPS}\d+|(core|closed|xla)_call|eval_jaxpr"
+    rf"while|scan|body|cond|branch_\d+_fun|{BRANCH_SHARES}.*|{TRIPS}[\d_of]+|(core|closed|xla)_call|eval_jaxpr"
     rf"|pjit|shard_map|checkpoint|remat\d?|rematted_computation|{WIDE}"
     r"|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*"
     # XLA gives some operations the Python function that made them: _Device.microbatch.

@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain import make_mesh
+from jaxtrain.ops.dispatch import devices_of_a_token, dispatch, dispatched
 from jaxtrain.ops.grouped import expert_mlp
 from jaxtrain.ops.routing import ROUTINGS, route
+from jaxtrain.sharding.placement import tracing_on
 
 B, T, D, F, E, J = 2, 24, 6, 10, 5, 2
 
@@ -184,3 +187,59 @@ def test_a_token_has_the_bits_that_it_has_whatever_others_choose(dtype):
     for few in (1, 2):
         others = np.where(mine[:, None], own, np.stack([own[:, 0] % few, own[:, 0] % few + 1], -1))
         np.testing.assert_array_equal(np.asarray(run(others[None]))[0, mine], first)
+
+
+@pytest.mark.parametrize(
+    ("axes", "case"),
+    [
+        ({"expert": 4, "tensor": 2}, "one expert takes every token"),
+        pytest.param({"expert": 8}, "spread", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_that_are_sent_to_their_experts_have_what_one_device_gives(axes, case):
+    """However many waves that takes, of 1 to 4; padding is sent nowhere."""
+    random, experts, rows = np.random.default_rng(0), 8, 8
+    x, dy = random.normal(size=(2, rows, T, D)).astype("float32")
+    weights = {name: random.normal(size=(experts, D, 8)) for name in ("up", "gate")}
+    weights["down"] = random.normal(size=(experts, 8, D))
+    weights = {name: w.astype("float32") for name, w in weights.items()}
+    gates = random.uniform(size=(rows, T, J)).astype("float32")
+    chosen = np.stack([random.permutation(experts)[:J] for _ in range(rows * T)])
+    chosen = chosen.reshape(gates.shape).astype("int32")
+    if case != "spread":
+        chosen[..., 0], chosen[..., 1] = 3, np.where(chosen[..., 1] == 3, 4, chosen[..., 1])
+    chosen[:, T // 2 :][chosen[:, T // 2 :] > 5] = experts
+
+    def run(x, weights, gates, dy):
+        y, pull = jax.vjp(
+            lambda *a: expert_mlp("swiglu", *a, jnp.asarray(chosen)), x, weights, gates
+        )
+        return y, *pull(dy)
+
+    def sent(*given):
+        with dispatch("exchange"):
+            return run(*given)
+
+    given = x, weights, gates, dy
+    wanted = jax.jit(run)(*given)
+    with jax.set_mesh(mesh := make_mesh(**axes)), tracing_on(mesh, {}, []):
+        program = jax.jit(sent).lower(*given).compile()
+    text = program.as_text()
+    assert "all-to-all" in text
+    assert "all-gather" not in text
+    got = program(*given)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(
+    ("places", "here", "each", "how"),
+    [(2, 4, 2, "gather"), (8, 1, 2, "exchange"), (8, 32, 8, "gather"), (64, 4, 8, "exchange")],
+)
+def test_tokens_are_sent_where_that_halves_the_traffic(places, here, each, how):
+    random = np.random.default_rng(0)
+    chosen = np.stack([random.permutation(places * here)[:each] for _ in range(2000)])
+    mean = np.mean([len(set(row // here)) for row in chosen])
+    assert devices_of_a_token(places, here, each) == pytest.approx(mean, rel=0.02)
+    assert dispatched(places, here, each).how == how
+    assert (2 * (np.ceil(mean) + 1) <= places) == (how == "exchange")
