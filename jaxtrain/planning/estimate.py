@@ -19,6 +19,7 @@ but offload, and accumulation.
 
 import collections
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -291,7 +292,8 @@ def predict(
         }
     interconnect, network = collections.Counter(), collections.Counter()
     for (kind, axes), (sent, crossing, times) in wires.items():
-        fast, slow_seconds = wire_seconds(kind, sent, crossing, chip, times)
+        group = math.prod(estimated.mesh.get(axis, 1) for axis in axes)
+        fast, slow_seconds = wire_seconds(kind, sent, crossing, chip, times, group)
         interconnect["+".join(axes)] += fast
         network["+".join(axes)] += slow_seconds
     products, rest = cost.product_bytes / memory, cost.other_bytes / memory

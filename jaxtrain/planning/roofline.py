@@ -135,17 +135,22 @@ def network_share(kind: str, group: int, islands: int) -> float:
     """Returns the part of a ring's traffic (:func:`ring_share`) that crosses a slow network.
 
     A group over several islands (TPU slices, hosts of GPUs) works in two steps: within each island,
-    and then each device exchanges its share with its peers. A permutation crosses it entirely.
+    and then each device exchanges its share with its peers. A permutation crosses it entirely, and
+    an all-to-all with all that goes to other islands.
 
     >>> network_share("all-reduce", 8, 1), network_share("all-gather", 4, 4)
     (0.0, 1.0)
     >>> round(network_share("all-reduce", 8, 2), 3)  # of 7/8, half of a quarter
     0.143
+    >>> round(network_share("all-to-all", 8, 2), 3)  # 4 of 7
+    0.571
     """
     if islands == 1 or group == 1:
         return 0.0
     if kind in ("collective-permute", "collective-broadcast") or group < 1:
         return 1.0
+    if kind == "all-to-all":
+        return (group - group / islands) / (group - 1)
     return (islands - 1) / (group - 1)
 
 
@@ -154,13 +159,14 @@ _MEASURED_AS = {"all-to-all": "all-gather", "collective-broadcast": "collective-
 
 
 def wire_seconds(
-    kind: str, sent: float, crossing: float, chip: Chip, times: float = 1.0
+    kind: str, sent: float, crossing: float, chip: Chip, times: float = 1.0, group: int = 1
 ) -> tuple[float, float]:
     """Seconds of collectives over the fast links, and over the network: as measured, where the chip
     says so, or at the bandwidths and the chip's stated efficiency on them, without latency.
 
     Within an island it is a ring: on TPUs both ways round one axis of the torus, on GPUs through
-    all NVLinks. A permutation sends its payload over one link.
+    all NVLinks. A permutation sends its payload over one link. What an all-to-all sends around a
+    torus passes a quarter of its ``group`` on its way, in the mean.
 
     Args:
       sent: bytes that one device sends in a ring (:func:`ring_share`).
@@ -168,6 +174,8 @@ def wire_seconds(
       times: the number of collectives that send them.
     """
     links = 1 if kind == "collective-permute" else chip.links
+    if kind == "all-to-all" and chip.links > 1:
+        links /= max(1, group / 4)
     shares = {
         WITHIN: (sent - crossing, links * chip.link_bytes_per_s),
         BETWEEN: (crossing, chip.dcn_bytes_per_s),

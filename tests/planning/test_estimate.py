@@ -495,6 +495,10 @@ def test_what_leaves_a_host_goes_by_its_network():
     assert alone == pytest.approx((0, 1e9 / network))
     inside = seconds("all-gather", ("tensor",), 1e9, mesh, slow)
     assert inside == pytest.approx((1e9 / link, 0))
+    # Half of what 8 devices send each other goes to the other host.
+    sent = 1e9 * 7 / 8
+    exchanged = seconds("all-to-all", ("data",), sent, {"data": 8}, {"data": 2})
+    assert exchanged == pytest.approx((1e9 * 3 / 8 / link, 1e9 * 4 / 8 / network))
     # A permutation has one link, on a TPU half of a ring.
     v5e = parse_target("v5e:2x4").chip
     sends = [
