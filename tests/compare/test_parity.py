@@ -150,7 +150,6 @@ reference = functools.cache(functools.partial(train, mesh=None))
 
 
 EVERYDAY = [
-    ("gpt2", "fsdp 8", 4, "none", "lamb"),
     ("gpt2", "data 2 x tensor 4", 4, "none", "lamb"),
     ("llama", "data 2 x fsdp 2 x tensor 2", 1, "full", "adamw"),
     ("gpt2", "context 8", 4, "none", "lamb"),

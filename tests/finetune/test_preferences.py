@@ -363,7 +363,13 @@ def test_accumulation_meshes_and_pipelines_agree_with_one_device(axes, accumulat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in HOW if name != "dpo"])
-@pytest.mark.parametrize("axes", [(("data", 2), ("fsdp", 2), ("tensor", 2)), (("pipe", 2),)])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param((("data", 2), ("fsdp", 2), ("tensor", 2)), marks=pytest.mark.slow),
+        (("pipe", 2),),
+    ],
+)
 def test_other_losses_agree_with_one_device(name, axes):
     accumulate = 1 if axes[0][0] == "pipe" else 2
     for found, expected in zip(trained(axes, accumulate, name), trained(name=name), strict=True):
