@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -29,9 +29,9 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf.family import OURS
 from jaxtrain.hf.opening import find_model, form_of
 from jaxtrain.host.paths import as_path, exists
-from jaxtrain.layout import Effect
+from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.population import Population
-from jaxtrain.models import decoder
+from jaxtrain.models import decoder, mup
 from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
@@ -335,6 +335,30 @@ def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
             "key-value heads: use a divisor of both"
         )
     return model
+
+
+def of_width(config: Any, model: Any, model_config: Callable[[Any, int], Any]) -> dict[str, Any]:
+    """The arguments of an experiment by which rates are those of the preset's width.
+
+    Args:
+      config: with a field ``parametrization``.
+      model_config: makes a model of a config, of so many tokens.
+    """
+    if config.parametrization == "standard":
+        return {}
+    if config.init_from is not None:
+        raise ValueError(
+            "--parametrization is mup and --init-from is given: muP says how weights are drawn, "
+            "and those are trained already; leave one of them out"
+        )
+    sizes = dict.fromkeys(
+        {"width", "heads", "kv_heads"} & {f.name for f in dataclasses.fields(config)}
+    )
+    base = model_config(dataclasses.replace(config, layout=Layout(), **sizes), model.vocab_size)
+    scale = config.optimizer.muon_scale or "rms"
+    found = mup.factors(model, base, rule=config.optimizer.name, muon_scale=scale)
+    multipliers = {"rate_multipliers": found.rate_of, "decay_multipliers": found.decay_of}
+    return {"init_fn": mup.init(model, found), "multipliers": multipliers}
 
 
 def _check_source(config: Config, vocab_size: int) -> None:

@@ -84,6 +84,9 @@ class Config(language.Config):
     tags are named by the rows."""
     stride: int = 128
     """Tokens of a long context that two neighbouring rows of a question share."""
+    parametrization: Literal["standard", "mup"] = "standard"
+    """Width that the learning rate and the initial weights are for: this model's, or by muP that of
+    the preset, from which those of another --width follow; to fill in masked tokens."""
     mask_rate: float = 0.3
     """Share of the tokens that are predicted; BERT's was 0.15."""
     held_out_rows: int = 2500
@@ -164,6 +167,7 @@ def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
         stored={} if config.source else {"family": family},
         items_per_step=config.global_batch * length,
         flops_per_step=float(config.global_batch * flops),
+        **language.of_width(config, model, model_config),
         **TASKS[config.task].METADATA,
     )
 

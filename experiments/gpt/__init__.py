@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -29,8 +29,7 @@ from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distill, Distillation, StoredDistillation
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.host.least import check_least
-from jaxtrain.layout import Layout
-from jaxtrain.models import decoder, mup
+from jaxtrain.models import decoder
 from jaxtrain.models.config import stacked_layers
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
@@ -208,7 +207,7 @@ def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
         data.packed_shapes(config.global_batch, model.seq_len),
         items_per_step=tokens,
         flops_per_step=float(decoder.flops_per_token(model) * tokens),
-        **of_width(config, model),
+        **language.of_width(config, model, model_config),
     )
     if config.preference != Preference() and not pairs:
         raise ValueError("--preference.loss and the like are for preferences, and --data has none")
@@ -217,23 +216,6 @@ def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
     if config.teacher is not None or config.distill != Distill():
         return with_teacher(config, model, experiment, pairs=pairs)
     return preference_task(config, model, experiment) if pairs else experiment
-
-
-def of_width(config: Config, model: decoder.DecoderConfig) -> dict[str, Any]:
-    """The arguments of an experiment by which rates are those of the preset's width."""
-    if config.parametrization == "standard":
-        return {}
-    if config.init_from is not None:
-        raise ValueError(
-            "--parametrization is mup and --init-from is given: muP says how weights are drawn, "
-            "and those are trained already; leave one of them out"
-        )
-    sizes = {"width": None, "heads": None, "kv_heads": None, "layout": Layout()}
-    base = model_config(dataclasses.replace(config, **sizes), model.vocab_size)
-    scale = config.optimizer.muon_scale or "rms"
-    found = mup.factors(model, base, rule=config.optimizer.name, muon_scale=scale)
-    multipliers = {"rate_multipliers": found.rate_of, "decay_multipliers": found.decay_of}
-    return {"init_fn": mup.init(model, found), "multipliers": multipliers}
 
 
 def model_config(config: Config, vocab_size: int) -> decoder.DecoderConfig:

@@ -1,4 +1,5 @@
-"""Maximal update parametrization: a decoder whose best learning rate is that of a narrower one.
+"""Maximal update parametrization: a decoder, or an encoder of masked tokens, whose best learning
+rate is that of a narrower one.
 
 Yang et al. 2022 (https://arxiv.org/abs/2203.03466), for rules whose updates do not depend on the
 size of gradients. Every factor that the paper has in the forward pass stands in a parameter here,
@@ -11,10 +12,11 @@ With the ratio m of a size to the base model's, of I inputs, O outputs, K featur
 parameter                             begins, times        rate, times
 ====================================  ===================  =====================================
 tables, norms and biases of layers    1                    1
-kernels of attention and MLP          m_I ** -0.5          1 / m_I; of Muon, as its norm asks
+kernels of attention and MLP, and     m_I ** -0.5          1 / m_I; of Muon, as its norm asks
+of the transform before the logits
 those of queries (or their norm's     and m_K ** -0.5      and m_K ** -0.5: scores are q k / K,
 scale and bias, where they have one)                       and not q k / sqrt(K)
-final norm                            1 / m_D              1 / m_D: so are logits
+norm before the logits                1 / m_D              1 / m_D: so are logits
 ====================================  ===================  =====================================
 
 Weight decay is multiplied by the inverse of the rate's factor, and so shrinks a parameter by the
@@ -30,13 +32,14 @@ from typing import Any
 
 import jax
 
-from jaxtrain.models import decoder
+from jaxtrain.models import decoder, encoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.tree import map_named, named_leaves
 
 RULES = ("adam", "adamw", "adan", "lion", "muon")
-# Begins the path of a layer's parameter.
-LAYER = r"^(blocks|dense/\d+)/"
+# Begins the path of a layer's parameter, or of the transform of a head.
+LAYER = r"^(blocks|dense/\d+|head/transform)/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,11 @@ class Factors:
 
 
 def factors(
-    config: DecoderConfig, base: DecoderConfig, *, rule: str, muon_scale: str = "rms"
+    config: DecoderConfig | EncoderConfig,
+    base: DecoderConfig | EncoderConfig,
+    *,
+    rule: str,
+    muon_scale: str = "rms",
 ) -> Factors:
     """Returns the factors of a model, relative to one for which the learning rate is right.
 
@@ -97,23 +104,28 @@ def factors(
             f"the optimizer is {rule!r}: muP is here for rules whose updates do not depend on the "
             f"size of gradients or parameters; use one of {', '.join(RULES)}, or no muP"
         )
-    other = config.kv_rank is not None or any(config.delta_pattern) or config.out_gate
+    encodes = isinstance(config, EncoderConfig)
+    other = not encodes and (
+        config.kv_rank is not None or any(config.delta_pattern) or config.out_gate
+    )
     if config.embed_scale or config.head != "tokens" or other:
         has = "multiplies its embeddings by sqrt(width)" if config.embed_scale else "gives a score"
         has = "has latent, gated or linear attention" if other else has
+        has = f"has a head for {config.head}" if encodes else has
         raise ValueError(f"the model {has}: muP has no rates for that; train it without")
     shapes, others = (
-        named_leaves(jax.eval_shape(functools.partial(decoder.init, each), jax.random.key(0)))
+        named_leaves(jax.eval_shape(functools.partial(_draw, each), jax.random.key(0)))
         for each in (config, base)
     )
     update = functools.partial(_muon, muon_scale) if rule == "muon" else _elementwise
+    last = "head/norm/" if encodes else "final_norm/"
     init, rate = {}, {}
     for path, leaf in shapes.items():
         if re.match(LAYER, path) and path.endswith("/kernel"):
             sizes = [(shape[-2], shape[-1]) for shape in (leaf.shape, others[path].shape)]
             init[path] = (sizes[0][0] / sizes[1][0]) ** -0.5
             rate[path] = update(*sizes[0]) / update(*sizes[1])
-        elif path.startswith("final_norm/"):
+        elif path.startswith(last):
             init[path] = rate[path] = base.width / config.width
     query = "attn/norm_q/" if config.qk_norm else "attn/q/"
     scores = (base.block.head_dim / config.block.head_dim) ** 0.5
@@ -136,6 +148,10 @@ def _muon(scale: str, inputs: int, outputs: int) -> float:
     return math.sqrt(outputs / inputs / has)
 
 
-def init(config: DecoderConfig, factors: Factors) -> Callable[[jax.Array], Any]:
+def init(config: DecoderConfig | EncoderConfig, factors: Factors) -> Callable[[jax.Array], Any]:
     """Returns the function that draws the parameters of a model with its factors."""
-    return lambda rng: factors.begun(decoder.init(config, rng))
+    return lambda rng: factors.begun(_draw(config, rng))
+
+
+def _draw(config: DecoderConfig | EncoderConfig, rng: jax.Array) -> Any:
+    return (encoder if isinstance(config, EncoderConfig) else decoder).init(config, rng)

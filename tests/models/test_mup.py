@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from jaxtrain.models import decoder, mup
+from jaxtrain.models import decoder, encoder, mup
 from jaxtrain.optim import masks
 from jaxtrain.run import options
 from jaxtrain.study.coordinates import coordinates, slopes_of
@@ -39,14 +39,14 @@ def batch_of(seed, rows=4):
     return {"tokens": tokens_BT[:, :-1], "targets": tokens_BT[:, 1:], "mask": mask_BT}
 
 
-def losses_of(config, init, loss, steps=5, rule="adamw", **more):
+def losses_of(config, init, loss, steps=5, rule="adamw", batch=None, **more):
     tx = jt.make_optimizer(
         rule, 0.01, weight_decay=0.3, stacked=("^blocks/",), **{"eps": 1e-16} | more
     )
     state = jt.init_state(init, tx, jax.random.key(0))
     step, found = jax.jit(jt.build_train_step(loss, tx)), []
     for _ in range(steps):
-        state, metrics = step(state, batch_of(0))
+        state, metrics = step(state, batch or batch_of(0))
         found.append(float(metrics["loss"]))
     return state, found
 
@@ -95,6 +95,45 @@ def test_a_model_trains_as_by_the_papers_table(form):
     _, found = folded(config, base)
     assert wanted[-1] < wanted[0] - 0.01
     np.testing.assert_allclose(found, wanted, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, pytest.param({"norm_position": "pre", "positions": "rope"}, marks=pytest.mark.slow)],
+)
+def test_an_encoder_trains_as_by_the_papers_table(form):
+    """The same table, where the kernel of the transform is hidden and its norm scales logits."""
+    config, base = (
+        encoder.EncoderConfig(vocab_size=19, seq_len=12, layers=2, width=width, heads=4, **form)
+        for width in (64, 16)
+    )
+    hidden = re.compile(r"^(head/transform|blocks/(attn/(q|k|v|out)|mlp/(up|down)))/kernel$")
+    batch = batch_of(0)
+    places = np.tile(np.arange(0, 12, 3, dtype=np.int32), (4, 1))
+    batch = {"tokens": batch["tokens"], "places": places, "targets": batch["targets"][:, ::3]}
+    batch["mask"] = np.ones((4, 4), np.float32)
+
+    def forward(name, p):  # logits, and scores
+        return p / (4 if name.startswith("head/norm/") else 2 if "/attn/q/" in name else 1)
+
+    def trained(init, loss, **rates):
+        return losses_of(config, init, loss, batch=batch, **rates)[1]
+
+    def init(rng):
+        smaller = lambda name, p: p / 2 if hidden.search(name) else p  # noqa: E731
+        return map_named(smaller, encoder.init(config, rng))
+
+    wanted = trained(
+        init,
+        lambda params, batch, rng: encoder.loss_fn(config)(map_named(forward, params), batch, rng),
+        rate_multipliers=lambda name: 1 / 4 if hidden.search(name) else 1.0,
+        decay_multipliers=lambda name: 4.0 if hidden.search(name) else 1.0,
+    )
+    found = mup.factors(config, base, rule="adamw")
+    rates = {"rate_multipliers": found.rate_of, "decay_multipliers": found.decay_of}
+    got = trained(mup.init(config, found), encoder.loss_fn(config), **rates)
+    assert wanted[-1] < wanted[0] - 0.01
+    np.testing.assert_allclose(got, wanted, rtol=2e-5)
 
 
 def test_at_the_base_width_it_is_the_standard_model_to_the_bit():
