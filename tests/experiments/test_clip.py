@@ -58,6 +58,7 @@ def test_the_conclusion_counts_what_is_right_and_the_picture_frames_what_is_wron
     np.testing.assert_array_equal(inside, (255 * rows[0]["image"][..., 0]).astype(np.uint8))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_picture_and_is_exported(tmp_path, capsys):
     run = tmp_path / "run"
     main(Config, build, [*TINY, "--accumulate", "2", "--run-dir", str(run), "--mesh.data", "8"])

@@ -89,6 +89,7 @@ def test_a_column_may_be_the_first_step_that_reaches_a_value():
         assert sweep._number(logged, f"eval/accuracy{field}") == wanted
 
 
+@pytest.mark.slow
 def test_settings_in_turn_are_measured_as_compare_does(tmp_path, capsys):
     pairs = {"one": "--accumulate 1", "two": "--accumulate 2"}
     shared = {"flags": "--steps 12 --mesh.data 1 --mesh.fsdp 8 --optimizer.name sgd"}

@@ -47,6 +47,7 @@ def build(config):
     )
 
 
+@pytest.mark.slow
 def test_it_trains_resumes_and_is_planned_and_compared_on_a_mesh(tmp_path, capsys):
     plugs.check(sys.modules[__name__], "method group_dro_step", tmp_path, capsys)
 
