@@ -196,13 +196,13 @@ def _on_mesh(
 
     if not free:
         return on_device(*operands, *cotangent)
-    rows, sequence, holders, hidden = (
+    rows, sequence, experts, hidden = (
         axes or None for axes in (placed.rows, placed.sequence, holders, placed.hidden)
     )
     of_tokens = P(rows, sequence, None)
-    up, down = P(holders, None, hidden), P(holders, hidden, None)
+    up, down = P(experts, None, hidden), P(experts, hidden, None)
     of_weights = {name: down if name == "down" else up for name in operands[1]}
-    bias = P(holders, hidden)
+    bias = P(experts, hidden)
     of_weights |= {name: bias for name in operands[1] if name.endswith("_bias")}
     specs = (of_tokens, of_weights, of_tokens)
     return jax.shard_map(

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -38,6 +39,9 @@ Times = Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
 # Of the mesh that is measured on, the axis of each class of links.
 _AXIS = {WITHIN: "fsdp", BETWEEN: "data"}
 _ROUNDS = 5
+# Products are timed for so long, so that a process that is stopped now and then shows it. Those of
+# processes that are further apart than this are told as shares.
+_SECONDS, _APART = 2.0, 1.1
 # Collectives in one program, so that its start counts little; fewer of large arrays.
 _TIMES, _FEW, _LARGE = 20, 4, 2**21
 
@@ -49,7 +53,8 @@ class CheckHostsOptions:
     Run it in each process, as a training run would be: jaxtrain launch --processes 8 -- jaxtrain
     check-hosts. Process 0 names processes that do not come, versions that differ, clocks that are
     apart and hosts that do not reach each other, and then times collectives within a host and
-    between hosts. The exit status is 1 where something is wrong.
+    between hosts, and products on each: where some are slower, it says the --row-shares by which
+    a training waits for them less. The exit status is 1 where something is wrong.
     """
 
     out: Path | None = None
@@ -95,11 +100,14 @@ def run_check_hosts(options: CheckHostsOptions, rest: list[str]) -> int:
             _say(uneven)
         return 1
     times = measure(make_links_mesh(hosts), options.sizes, seconds=options.seconds)
+    with _limit(options.seconds, "the products of all processes have not ended"):
+        rates = np.ravel(multihost_utils.process_allgather(np.float32(product_rate())))
     kind, now = jax.devices()[0].device_kind, datetime.datetime.now(datetime.UTC)
     on = f"{now:%Y-%m-%d %H:%M} UTC, devices: {jax.device_count()}, hosts: {hosts}"
     links = {where: {k: fit(p) for k, p in of.items()} for where, of in times.items()}
     if first:
         _draw(times, links, options.sizes, chip_of(kind))
+        print(f"products, each device: {told_rates(rates)}")
         if options.out is not None:
             Links(kind, on, links).save(options.out)
     return 1 if wrong else 0
@@ -223,6 +231,40 @@ def make_program(
     x = jax.jit(lambda: jnp.ones(own * mesh.size, jnp.float32), out_shardings=sharding)()
     program = jax.jit(jax.shard_map(loop, mesh=mesh, **specs))
     return program, x, ring_share(kind, group) * 4 * numbers
+
+
+def product_rate() -> float:
+    """Operations per second of one of this process's devices, in products of square matrices."""
+    devices = jax.local_devices()
+    cpu = devices[0].platform == "cpu"
+    size, dtype = (256, jnp.float32) if cpu else (4096, jnp.bfloat16)
+    product = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: y @ x, x))
+    parts = [jax.device_put(jnp.full((size, size), 1 / size, dtype), d) for d in devices]
+    jax.block_until_ready([product(x) for x in parts])
+    done, start = 0, time.perf_counter()
+    while (spent := time.perf_counter() - start) < _SECONDS:
+        jax.block_until_ready([product(x) for x in parts])
+        done += 8
+    return done * 2 * size**3 / spent
+
+
+def told_rates(rates: Sequence[float]) -> str:
+    """Returns the rates of processes in words, and where they are apart shares of rows by them.
+
+    >>> told_rates([4e12, 4.1e12])
+    '4.0 to 4.1 TFLOP/s'
+    >>> told_rates([4e12, 1.6e12])
+    '1.6 to 4.0 TFLOP/s; process 1 is slowest: --row-shares 2.5 1 has each take rows by its speed'
+    """
+    least, most = float(min(rates)), float(max(rates))
+    scale, unit = (1e12, "TFLOP/s") if most >= 1e12 else (1e9, "GFLOP/s")
+    told = f"{least / scale:.1f} to {most / scale:.1f} {unit}"
+    if most < _APART * least:
+        return told
+    shares = " ".join(f"{rate / least:.2g}" for rate in rates)
+    slowest = list(rates).index(min(rates))
+    told += f"; process {slowest} is slowest: --row-shares {shares}"
+    return f"{told} has each take rows by its speed"
 
 
 def _draw(times: Times, links: Mapping, sizes: Sequence[int], chip: Chip | None) -> None:

@@ -1,5 +1,12 @@
 """`jaxtrain check-hosts` in processes of its own, which compute together over gloo."""
 
+import contextlib
+import json
+import os
+import re
+import signal
+import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -84,6 +91,60 @@ def test_two_hosts_are_measured_and_a_clock_is_wrong(tmp_path):
     assert [row[2] for row in rows] == list(KINDS)
 
 
+@contextlib.contextmanager
+def slowed(pid):
+    """Stops a process five sixths of the time."""
+    done = threading.Event()
+
+    def slow():
+        with contextlib.suppress(ProcessLookupError):
+            while not done.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.05)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_a_slow_process_is_measured_and_a_training_by_its_share_has_the_plain_ones_loss(tmp_path):
+    def two(name, *arguments):
+        """Two processes, of which the second is slow; returns what the first has printed."""
+        address = f"127.0.0.1:{free_port()}"
+        at = [["--coordinator", address, "--processes", "2", "--process-id", n] for n in "01"]
+        started = [
+            Process([*arguments, *of_one], tmp_path, f"{name}-{n}") for n, of_one in enumerate(at)
+        ]
+        try:
+            with slowed(started[1].pid):
+                codes = [process.code() for process in started]
+        finally:
+            for process in started:
+                process.end()
+        assert codes == [0, 0], started[0].errors + started[1].errors
+        return started[0].output
+
+    told = two("hosts", "-m", "jaxtrain", "check-hosts", "--sizes", "1024", "65536")
+    (shares,) = re.findall(r"process 1 is slowest: --row-shares (\S+) 1 has", told)
+    assert 1.2 < float(shares) < 20
+    small = "--layers 1 --width 16 --heads 2 --seq-len 16 --steps 4 --accumulate 4 --dropout 0"
+    small += " --held-out-bytes 3000 --sample-tokens 0 --global-batch 16"
+    losses = []
+    for name, more in (("plain", []), ("shares", ["--row-shares", shares, "1"])):
+        folder = ["--run-dir", str(tmp_path / name)]
+        two(name, "-m", "experiments.gpt", *small.split(), *more, *folder)
+        lines = (tmp_path / name / "log.jsonl").read_text().splitlines()
+        losses.append([each["eval/loss"] for each in map(json.loads, lines) if "eval/loss" in each])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_process_that_never_comes_is_named(capsys):
     address = f"127.0.0.1:{free_port()}"
     flags = ["--coordinator", address, "--processes", "2", "--process-id", "0", "--seconds", "1"]
@@ -99,8 +160,10 @@ def test_a_process_that_never_comes_is_named(capsys):
 
 def test_one_device_has_no_links(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "devices", lambda: [jax.local_devices()[0]])
+    monkeypatch.setattr(check_hosts, "_SECONDS", 0.01)
     status, out, _ = run(capsys, "check-hosts", "--out", str(tmp_path / "links.json"))
-    assert (status, out.splitlines()[-1]) == (0, "one device: it has no links to measure")
+    assert (status, out.splitlines()[-2]) == (0, "one device: it has no links to measure")
+    assert re.fullmatch(r"products, each device: ([\d.]+) to \1 GFLOP/s", out.splitlines()[-1])
     assert read_links(tmp_path / "links.json").links == {}
 
 
