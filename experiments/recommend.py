@@ -19,6 +19,7 @@ Shapes: B rows, H items of a history, D width, X dense features, E edges of a hi
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -118,8 +119,19 @@ class Clicks:
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment."""
+    if config.private.is_on:
+        raise ValueError(
+            "training is private and experiment 'recommend' updates tables by rows, which would "
+            "tell whose rows a batch has: leave the flags of --private out"
+        )
     train, held_out = Clicks(config, 1 << 30), Clicks(config, config.held_out_rows, first=1 << 40)
-    chosen, stay = config.optimizer, config.optimizer.freeze
+    chosen = config.optimizer
+    for text in (*chosen.rate_multipliers, *chosen.decay_multipliers):
+        if any(re.search(text.rpartition("=")[0], table) for table in TABLES):
+            raise ValueError(
+                f"a multiplier is {text!r}, which finds tables: their rate is `table_rate`, and "
+                "they have no decay; name MLPs alone, such as ^top/"
+            )
 
     def optimizer_of(stack: Any, **numbers: Any) -> Any:
         of_mlps = dataclasses.replace(chosen, **numbers, clip_norm=None, clip_order=2.0, freeze=())
@@ -129,7 +141,7 @@ def build(config: Config) -> jt.Experiment:
         mlps = options.make_optimizer(of_mlps, **how)
         return optim.by_rows(mlps, ("^embed/",), config.table_rate, **given)
 
-    return config.experiment(
+    made = config.experiment(
         "recommend",
         **config.batches_of(train, held_out) | {"steps_per_epoch": None},
         init_fn=functools.partial(init, config),
@@ -139,7 +151,7 @@ def build(config: Config) -> jt.Experiment:
         gathers_layers=True,
         method=touched_rows(TABLES),
         optimizer=optimizer_of,
-        freeze=stay or None,
+        freeze=chosen.freeze or None,
         item="clicks",
         facts={
             "model": f"DLRM with tables of {config.users:,} and {config.items:,} rows of "
@@ -156,6 +168,8 @@ def build(config: Config) -> jt.Experiment:
         ],
         pictures=lambda state, means: {"roc": curves(means)},
     )
+    # An evaluation would cast whole tables.
+    return made.with_(policy=dataclasses.replace(made.policy, keep="^embed/"))
 
 
 def init(config: Config, rng: jax.Array) -> dict[str, Any]:

@@ -72,8 +72,9 @@ def test_a_run_leaves_its_curves_and_says_both_aucs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--private.noise", "1", "--private.delta", "1e-10", "--seed", "5"], "`engine private"),
+        (["--private.noise", "1", "--seed", "5"], "training is private and"),
         (["--compress.name", "topk", "--mesh.data", "2"], "engine compressing"),
+        (["--optimizer.rate-multipliers", "^embed/=0.5"], "which finds tables"),
         (["--offload-optimizer"], "offload_optimizer"),
         (["--local.replicas", "2"], "a method of its own"),
         (["--optimizer.ema", "0.9"], "`ema` is given and tables"),
