@@ -68,6 +68,9 @@ BASES: dict[str, dict[str, str]] = {
     | {"--tokenizer": "bytes", "--held-out-bytes": "2000", "--examples": "0"},
     "experiments.vision": _ANY,
     "experiments.ppo": _ANY | {"--rollout.steps": "8", "--episodes": "8"},
+    "experiments.recommend": _ANY
+    | {"--users": "64", "--items": "32", "--width": "8", "--hidden": "8"}
+    | {"--held-out-rows": "64"},
     "experiments.clip": _ANY | {"--layers": "2", "--width": "16", "--heads": "2", "--crop": "0"},
 }
 _RULE = "--optimizer."
@@ -204,6 +207,12 @@ def _models() -> Iterator[Capability]:
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
         ("contrastive", "clip", (), "clip|pairs of rows|engine|stages|image|model"),
+        (
+            "tables by rows",
+            "recommend",
+            (),
+            "recommend|bottom|table|engine|method|stages|layers|model",
+        ),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
         ("on-policy rollouts", "ppo", (), "actor|rollout|method|ppo|model|layers|stages"),
     ):

@@ -496,6 +496,8 @@ def _copy(tree: PyTree) -> PyTree:
 class Compared(NamedTuple):
     """State of what comes first in an optimizer: the gradient that was found, and one to replay."""
 
+    by_rows = True  # of a table, it has a row for each row
+
     found: PyTree
     given: PyTree
 

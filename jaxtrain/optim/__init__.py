@@ -19,6 +19,7 @@ from jaxtrain.optim.rate import LearningRateState as LearningRateState
 from jaxtrain.optim.rate import current_learning_rate as current_learning_rate
 from jaxtrain.optim.rate import scale_by_learning_rate as scale_by_learning_rate
 from jaxtrain.optim.reports import reports as reports
+from jaxtrain.optim.rows import by_rows as by_rows
 from jaxtrain.optim.schedules import make_schedule as make_schedule
 from jaxtrain.optim.spikes import skip_spikes as skip_spikes
 from jaxtrain.optim.watching import watch as watch

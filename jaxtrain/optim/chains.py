@@ -228,7 +228,7 @@ watch_bins
             scale = functools.partial(jax.tree.map, operator.mul, factors)
             stages.append(optax.stateless(lambda updates, _: scale(updates)))
         clips = [] if clip_value is None else [optax.clip(clip_value)]
-        clips += [] if clip_norm is None else [_clip_by_global_norm(clip_norm, order)]
+        clips += [] if clip_norm is None else [clip_by_global_norm(clip_norm, order)]
         tx = optax.chain(optax.chain(*clips) if clips else optax.identity(), *stages)
         tx = numerics.in_float32(tx, moment_dtype=options.get("moment_dtype"))
         tx = balance_experts(tx, balance_rate)
@@ -240,7 +240,7 @@ watch_bins
         tx = tx if skip_spikes is None else skip_spikes_of(tx, skip_spikes)
         return tx if all(jax.tree.leaves(trainable)) else _freeze_rest(tx, trainable)
 
-    return _deferred(chain_for)
+    return deferred(chain_for)
 
 
 def freezing(tx: optax.GradientTransformation, freeze: Mask) -> optax.GradientTransformation:
@@ -251,10 +251,10 @@ def freezing(tx: optax.GradientTransformation, freeze: Mask) -> optax.GradientTr
     ['b']
     """
     tx = optax.with_extra_args_support(tx)
-    return _deferred(lambda params: _freeze_rest(tx, _trainable(freeze, params)))
+    return deferred(lambda params: _freeze_rest(tx, _trainable(freeze, params)))
 
 
-def _deferred(chain_for: Any) -> optax.GradientTransformationExtraArgs:
+def deferred(chain_for: Any) -> optax.GradientTransformationExtraArgs:
     """A transformation built anew from the parameters at every call, that is at every trace.
 
     Masks depend on paths and shapes, which are known only there; built outside the optax stages,
@@ -295,7 +295,7 @@ def _groups(multipliers: Multipliers) -> tuple[tuple[str, Any], ...]:
     return tuple(found.items())
 
 
-def _clip_by_global_norm(limit: float | jax.Array, order: float) -> optax.GradientTransformation:
+def clip_by_global_norm(limit: float | jax.Array, order: float) -> optax.GradientTransformation:
     """optax's, of any order, with a derivative where the gradient is 0."""
 
     def norm_of(updates):

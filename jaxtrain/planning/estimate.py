@@ -35,6 +35,7 @@ from jaxtrain.engines.pipeline.tables import bubble, make_table, makespan
 from jaxtrain.experiment import Experiment
 from jaxtrain.layout import MeshShape
 from jaxtrain.ops.attention import AheadOfTimeWarning, ahead_of_time
+from jaxtrain.optim.rows import tables_by_rows
 from jaxtrain.planning.by_layer import kept_by_part
 from jaxtrain.planning.partition import Cost, Spec, spec_of
 from jaxtrain.planning.roofline import Prediction, crossing_bytes, slow_of, wire_seconds
@@ -45,7 +46,7 @@ from jaxtrain.sharding.mesh import AXES, SLOW_AXES, check_slow, fill_sizes, slow
 from jaxtrain.sharding.placement import UnevenWarning, tracing_on
 from jaxtrain.sharding.rules import Rule, Rules, batch_shardings
 from jaxtrain.state import TrainState, local_bytes, shapes_on
-from jaxtrain.tree import PyTree, named_leaves
+from jaxtrain.tree import PyTree, named_leaves, owner_of, partition
 
 # Warnings of a trace, which a plan prints as notes.
 TRACE_WARNINGS = (AheadOfTimeWarning, UnevenWarning, PrecisionWarning)
@@ -226,8 +227,10 @@ def _estimate(traced: Any, state: PyTree, batch: PyTree, mesh: Any, kind: str) -
         stored=len(leaves),
         rounds=kind == "tpu",
     )
-    # The update reads and writes the state, and reads the gradients.
-    cost.other_bytes += 2 * local_bytes(state) + local_bytes(params)
+    # The update reads and writes the state, and reads the gradients; of tables, rows alone.
+    tables = tables_by_rows(getattr(state, "opt_state", ())) or ()
+    whole = lambda tree: partition(lambda name, _: owner_of(name, tables) is None, tree)[0]  # noqa: E731
+    cost.other_bytes += 2 * local_bytes(whole(state)) + local_bytes(whole(params))
     return Estimate(
         mesh=sizes,
         state_bytes=local_bytes(state),

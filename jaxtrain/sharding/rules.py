@@ -43,6 +43,7 @@ LOGICAL_AXES: Mapping[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "experts": "expert",
+    "rows": (*BATCH_AXES, "tensor"),  # of tables that are exchanged (jaxtrain.ops.row_exchange)
     "members": "data",  # of several trainings, or errors of several parts, in a state
 }
 
