@@ -238,7 +238,7 @@ def choose_gather(
     """
     if experiment.task.engine.by_row:  # which takes whole weights in any case
         return Gathered("step")
-    if experiment.layout.exact:  # and here they are whole for the whole step
+    if experiment.layout.exact:  # which gathers them once for all grains
         return Gathered(experiment.task.gather)
     pipe = 1 if experiment.task.stages is None else mesh.shape.get("pipe", 1)
     obstacle = why_not_once(experiment, piped=pipe > 1)

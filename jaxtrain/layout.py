@@ -181,8 +181,8 @@ class Layout:
         for name, value in (("offload_optimizer", True), ("gather", "layer")):
             if self.exact and getattr(self, name) == value:
                 raise ValueError(
-                    f"`{name}` is {value!r} and `exact` {self.exact}, with which a device holds "
-                    "the whole state for a moment in each step: leave one of them out"
+                    f"`{name}` is {value!r} and `exact` {self.exact}, with which a device has all "
+                    "weights for its grains, and updates its part in place: leave one of them out"
                 )
         if self.exact and (axis := next((a for a in ("pipe", "expert") if self._cuts(a)), None)):
             raise ValueError(

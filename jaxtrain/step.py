@@ -16,7 +16,7 @@ import optax
 
 from jaxtrain.engines.accumulated import accumulated
 from jaxtrain.engines.cached import check_embeddings
-from jaxtrain.engines.exact import apart, evaluated_in_grains, on_whole_state
+from jaxtrain.engines.exact import evaluated_in_grains, on_pieces
 from jaxtrain.engines.exact import exact as in_grains
 from jaxtrain.engines.plain import (
     Engine,
@@ -122,7 +122,7 @@ def build_train_step(
             raise ValueError(
                 f"`exact` is {exact} and a batch cannot be taken in grains, {reason}: leave it out"
             )
-        engine = in_grains(exact)
+        engine = in_grains(exact, as_policy(policy).cast_to_compute)
     built = build_engine(
         loss_fn,
         policy=policy,
@@ -132,11 +132,8 @@ def build_train_step(
         gather=gather,
         engine=engine,
     )
-    pin = constrain_tree(gradient_shardings)
-    own = {"policy": policy, "norms": norms, "constrain": pin}
-    if not exact:
-        return build_update(built, optimizer, **own)
-    return on_whole_state(build_update(built, optimizer, **own, within=apart), exact)
+    own = {"policy": policy, "norms": norms, "constrain": constrain_tree(gradient_shardings)}
+    return build_update(built, optimizer, **own, **({"within": on_pieces} if exact else {}))
 
 
 def build_engine(

@@ -4,10 +4,10 @@ A batch is K grains of M rows, in order, whatever the mesh. One program computes
 grain. The grains are the leaves of one binary tree: a device adds its own as a binary counter
 carries, with log2(grains of a device) + 1 partial sums in memory, and devices add theirs behind an
 exchange with the traffic of a reduce-scatter. Addition of two floating-point numbers commutes, and
-the tree is the same on every mesh, so its sum has the same bits. All that follows (the norm, the
-optimizer, what is left out) is one program of whole arrays on each device, and fences
-(``optimization_barrier``) keep the compiler from fusing it with what surrounds it, which the mesh
-decides.
+the tree is the same on every mesh, so its sum has the same bits. Each device keeps its part of the
+sum and updates its part of the state (:mod:`jaxtrain.engines.pieces`). Fences
+(``optimization_barrier``) and loops keep the compiler from fusing a grain's gradient with what
+surrounds it, which the mesh decides.
 
 A tree of K leaves on n devices needs K / n to be a power of two, or n to be 1. The first leaves
 that fill a power of two are one side of it, and the rest is the other.
@@ -15,9 +15,10 @@ that fill a power of two are one side of it, and the rest is the other.
 Shapes: K grains, M rows of a grain.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.decisions import Kind, Why
-from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain
+from jaxtrain.engines.pieces import in_pieces
+from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain, trainable
 from jaxtrain.loss import LossFn, WeightedLoss
 from jaxtrain.ops.grouped import TRIPS
 from jaxtrain.sharding.collectives import Shards, tree_sum
@@ -38,70 +40,90 @@ from jaxtrain.sharding.placement import (
     slow_axes,
     specs_of,
     specs_of_state,
+    specs_of_update,
 )
 from jaxtrain.sharding.row_keys import microbatch_keys, row_count
-from jaxtrain.tree import PyTree, named_leaves
+from jaxtrain.state import TrainState
+from jaxtrain.tree import PyTree, by_paths, named_leaves
 
 fence = jax.lax.optimization_barrier
 
 
-def exact(grains: int) -> Engine:
-    """Returns the engine whose gradients of so many grains have the same bits on every mesh, within
-    a step that :func:`on_whole_state` runs.
+def exact(grains: int, cast: Callable[[PyTree], PyTree] = lambda params: params) -> Engine:
+    """Returns the engine whose gradients of so many grains have the same bits on every mesh.
 
     Args:
       grains: K, at least 1.
+      cast: parameters to the dtype in which they are gathered.
     """
     if grains < 1:
         raise ValueError(f"`exact` is {grains} grains: give at least 1")
 
     def exact_sums(loss_fn: LossFn, microbatches: int) -> GradientEngine:
-        return _grain_by_grain(plain(loss_fn), grains, microbatches)
+        return _grain_by_grain(plain(loss_fn), grains, microbatches, cast)
 
     return Engine(exact_sums, accumulates=True, by_parts=True)
 
 
-def _grain_by_grain(one: GradientEngine, grains: int, microbatches: int) -> GradientEngine:
+def _grain_by_grain(
+    one: GradientEngine, grains: int, microbatches: int, cast: Callable[[PyTree], PyTree]
+) -> GradientEngine:
     def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
         del model_state  # which an engine by parts is not given
-        axes = _taken_over()
-        parts = math.prod(map(jax.lax.axis_size, axes))
-        here = grains_of_a_device(grains, parts, microbatches)
-        cut, rows = _cut(batch, grains, here)
-        start = jax.lax.axis_index(axes) * here if axes else 0
-        at = functools.partial(_at, cut)
+        report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
+        shards, narrow = _shards(params), cast(params)
 
-        def gradient(own, j, params, scale):
-            sums = one(params, None, own, key(start + j), scale, frozen=frozen)
-            return sums.grads, sums.loss
+        def on_device(params, batch, rng, loss_scale):
+            whole = shards.gathered(params)
+            here = grains_of_a_device(grains, _parts(shards), microbatches)
+            cut, rows = _cut(batch, grains, here)
+            start = jax.lax.axis_index(shards.axes) * here if shards.axes else 0
+            at = functools.partial(_at, cut)
 
-        with apart_along(*GATHERED_AXES):
-            with_key = lambda rng: one(params, None, at(0), rng, loss_scale, frozen=frozen)  # noqa: E731
-            key, _ = microbatch_keys(with_key, rng, grains, rows=rows, in_order=True)
-            zero = _zero(jax.random.key_data(rng).ravel()[0])
-            sums = _counted(gradient, at, (params, loss_scale), here, zero)
-        grads, loss = _over_devices(sums, axes, specs_of(params) or {})
-        return GradientSums(grads, loss, None, grains)
+            def gradient(own, j, params, scale):
+                sums = one(params, None, own, key(start + j), scale, frozen=frozen)
+                return sums.grads, sums.loss
+
+            with apart_along(*GATHERED_AXES):
+                with_key = lambda rng: one(whole, None, at(0), rng, loss_scale, frozen=frozen)  # noqa: E731
+                key, _ = microbatch_keys(with_key, rng, grains, rows=rows, in_order=True)
+                zero = _zero(jax.random.key_data(rng).ravel()[0])
+                sums = _counted(gradient, at, (whole, loss_scale), here, zero)
+            return _over_devices(sums, shards)
+
+        training, _ = trainable(narrow, frozen)
+        program = _mapped(
+            on_device,
+            shards,
+            (shards.places(shards.params, narrow), _rows(batch, shards), P(), P()),
+            (shards.places(shards.grads, training), P()),
+        )
+        grads, loss = program(narrow, batch, rng, loss_scale)
+        # Of arrays again: what is cast may be kernels in their place, under the same paths.
+        return GradientSums(by_paths(named_leaves(grads), params), loss, None, grains)
 
     return engine
 
 
-def apart(update: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Makes ``(state, sums) -> (state, metrics)`` the body of a loop, which no compiler fuses with
-    what is around it, for its single pass is known when it runs alone."""
+def on_pieces(
+    update: Callable[[TrainState, GradientSums], Any],
+) -> Callable[[TrainState, GradientSums], Any]:
+    """Makes ``(state, sums) -> (state, metrics)`` one of the pieces of the state that devices hold,
+    whose gradients lie as the engine of :func:`exact` gives them."""
 
-    def within(state: Any, sums: Any) -> tuple[Any, Any]:
-        def body(i: jax.Array, carried: Any) -> Any:
-            state, _ = carried
-            _, state, own = fence((i, state, sums))
-            return update(state, own)
+    def updated(state: TrainState, sums: GradientSums) -> Any:
+        shards, specs = _shards(state.params), specs_of_state(state)
+        if not shards.axes:
+            return update(state, sums)
+        places = shards.places(specs, state)
+        grads = shards.places(shards.grads, sums.grads)
+        given = places, dataclasses.replace(jax.tree.map(lambda _: P(), sums), grads=grads)
+        leaves = [jax.tree.leaves(tree) for tree in (given, places)]
+        zero = lambda state, sums: state.step >> 31  # noqa: E731
+        own = in_pieces(update, *leaves, shards.slow, zero)
+        return _mapped(own, shards, given, (places, P()))(state, sums)
 
-        metrics = jax.tree.map(_zeros, jax.eval_shape(update, state, sums)[1])
-        zero = _zero(jax.random.key_data(state.rng).ravel()[0])
-        with jax.named_scope(f"{TRIPS}1"):
-            return jax.lax.fori_loop(0, 1 + zero, body, (state, metrics))
-
-    return within
+    return updated
 
 
 def grains_of_a_device(grains: int, parts: int, microbatches: int = 1) -> int:
@@ -131,28 +153,6 @@ def grains_of_a_device(grains: int, parts: int, microbatches: int = 1) -> int:
     return here
 
 
-def on_whole_state(
-    step: Callable[[PyTree, PyTree], Any], grains: int
-) -> Callable[[PyTree, PyTree], Any]:
-    """Makes each device of the axes of the batch run a step on its own rows and the whole state, of
-    which it keeps its part; other axes are left to the partitioner.
-
-    Args:
-      step: ``(state, batch) -> (state, metrics)``.
-      grains: K, for the report.
-
-    Raises:
-      ValueError: when it is traced, there is no mesh, the state is not the one compiled for, or not
-        every leaf of the batch begins with its rows.
-    """
-
-    def stepped(state: PyTree, batch: PyTree) -> Any:
-        report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
-        return _mapped(lambda _, *given: step(*given), state, batch, returns_state=True)
-
-    return functools.wraps(step)(stepped)
-
-
 def evaluated_in_grains(
     evaluate: Callable[[PyTree, PyTree], WeightedLoss], grains: int
 ) -> Callable[[PyTree, PyTree], WeightedLoss]:
@@ -168,36 +168,33 @@ def evaluated_in_grains(
         del j
         return None, evaluate(state, rows)
 
-    def evaluated(shards: Shards, state: PyTree, batch: PyTree) -> WeightedLoss:
-        parts = math.prod(map(jax.lax.axis_size, shards.axes))
-        count = math.gcd(row_count(batch) * parts, grains)
-        here = grains_of_a_device(count, parts)
-        cut, _ = _cut(batch, count, here)
-        with apart_along(*GATHERED_AXES):
-            some = jax.tree.leaves(state.params)[0].ravel()[0].astype(jnp.float32)
-            zero = _zero(jax.lax.bitcast_convert_type(some, jnp.uint32))
-            sums = _counted(loss, functools.partial(_at, cut), (state,), here, zero)
-        return _over_devices(sums, shards.axes, {})[1]
-
     def whole(state: PyTree, batch: PyTree) -> WeightedLoss:
         report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
-        return _mapped(evaluated, state, batch, returns_state=False)
+        shards = _shards(state.params)
+
+        def on_device(params: PyTree, batch: PyTree) -> WeightedLoss:
+            count = math.gcd(row_count(batch) * _parts(shards), grains)
+            here = grains_of_a_device(count, _parts(shards))
+            cut, _ = _cut(batch, count, here)
+            own = dataclasses.replace(state, params=shards.gathered(params))
+            with apart_along(*GATHERED_AXES):
+                zero = _zero(jax.random.key_data(state.rng).ravel()[0])
+                sums = _counted(loss, functools.partial(_at, cut), (own,), here, zero)
+            return _over_devices(sums, shards)[1]
+
+        places = shards.places(shards.params, state.params), _rows(batch, shards)
+        return _mapped(on_device, shards, places, P())(state.params, batch)
 
     return functools.wraps(evaluate)(whole)
 
 
-def _mapped(
-    function: Callable[[Shards, PyTree, PyTree], Any],
-    state: PyTree,
-    batch: PyTree,
-    *,
-    returns_state: bool,
-) -> Any:
-    """Runs a function of axes, the whole state and a device's own rows."""
+def _shards(params: PyTree) -> Shards:
+    """The axes of the batch, and how parameters and their gradients lie there; none in an
+    estimate."""
     mesh = jax.sharding.get_abstract_mesh()
     if not sizes_are_final():  # an estimate's
-        return function(Shards(), state, batch)
-    specs = None if mesh.empty else specs_of_state(state)
+        return Shards()
+    specs = None if mesh.empty else specs_of(params)
     if specs is None:
         raise ValueError(
             "the step is exact and does not know its mesh, or how its state lies there: compile it "
@@ -216,28 +213,23 @@ def _mapped(
             "(Rules(batch=)): leave it out"
         )
     axes = tuple(a for a in GATHERED_AXES if a in mesh.shape)
-    shards = Shards(axes, specs, specs, slow_axes())
-    places = shards.places(specs, state)
-
-    def on_device(state: PyTree, batch: PyTree) -> Any:
-        found = function(shards, shards.gathered(state), batch)
-        return (shards.cut(found[0]), *found[1:]) if returns_state else found
-
-    program = jax.shard_map(
-        on_device,
-        axis_names=set(axes),
-        in_specs=(places, jax.tree.map(lambda x: P(axes) if jnp.ndim(x) else P(), batch)),
-        out_specs=(places, P()) if returns_state else P(),
-        check_vma=False,
-    )
-    return program(state, batch)
+    return Shards(axes, specs, specs_of_update(params), slow_axes())
 
 
-def _taken_over() -> tuple[str, ...]:
-    """The axes of the batch that surrounding code has taken over."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(a for a in GATHERED_AXES if kinds.get(a) == jax.sharding.AxisType.Manual)
+def _mapped(function: Callable[..., Any], shards: Shards, places: Any, returned: Any) -> Any:
+    """Maps a function over the axes, if there are any; others are left to the partitioner."""
+    if not shards.axes:
+        return function
+    own = {"in_specs": places, "out_specs": returned, "check_vma": False}
+    return jax.shard_map(function, axis_names=set(shards.axes), **own)
+
+
+def _rows(batch: PyTree, shards: Shards) -> PyTree:
+    return jax.tree.map(lambda x: P(shards.axes) if jnp.ndim(x) else P(), batch)
+
+
+def _parts(shards: Shards) -> int:
+    return math.prod(map(jax.lax.axis_size, shards.axes))
 
 
 def _halves(grains: int, parts: int) -> bool:
@@ -317,16 +309,10 @@ def _zero(bits: jax.Array) -> jax.Array:
     return jnp.minimum((bits >> 1).astype(jnp.int32), 0)
 
 
-def _zeros(shape: Any) -> jax.Array:
-    return jnp.zeros(shape.shape, shape.dtype)
-
-
-def _over_devices(
-    sums: tuple[PyTree, WeightedLoss], axes: tuple[str, ...], specs: Mapping[str, P]
-) -> Any:
+def _over_devices(sums: tuple[PyTree, WeightedLoss], shards: Shards) -> Any:
     """Adds what devices have, in their order, along the tree."""
     grads, loss = sums
-    if not axes:
+    if not shards.axes:
         return sums
-    grads = Shards(axes, specs, specs, slow_axes()).summed_in_order(grads)
-    return grads, tree_sum(jax.lax.all_gather(loss, axes), lambda a, b: a + b)
+    loss = tree_sum(jax.lax.all_gather(loss, shards.axes), lambda a, b: a + b)
+    return shards.summed_in_order(grads), loss

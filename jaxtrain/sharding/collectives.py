@@ -9,8 +9,9 @@ what NCCL may make of it, in which a host sends up to twice as much.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,19 +57,6 @@ class Shards:
 
         return self._on_each_device(whole, self.params, params)
 
-    def cut(self, tree: PyTree) -> PyTree:
-        """Within the map: each device's part of a tree that is whole along its axes; the inverse of
-        :meth:`gathered`."""
-
-        def part(name: str, x: jax.Array) -> jax.Array:
-            for d, names in self._split(self.params[name]):
-                size = x.shape[d] // jax.lax.axis_size(names)
-                start = jax.lax.axis_index(names) * size
-                x = jax.lax.dynamic_slice_in_dim(x, start, size, d)
-            return x
-
-        return self._on_each_device(part, self.params, tree)
-
     def reduced(self, grads: PyTree, more: tuple[str, ...] = ()) -> PyTree:
         """Within the map: gradients of whole parameters, summed over its axes and ``more``."""
 
@@ -88,19 +76,34 @@ class Shards:
 
     def summed_in_order(self, grads: PyTree) -> PyTree:
         """Within the map: gradients of whole parameters, summed over its axes along the tree of
-        :func:`tree_sum`, whole on each device."""
+        :func:`tree_sum`, of which each device keeps its part."""
         stages = exchange_stages(self.axes, self.slow)
-        parts = math.prod(len(stage.groups[0]) for stage in stages)
 
         def summed(name: str, grad: jax.Array) -> jax.Array:
-            piece = jnp.pad(grad.reshape(-1), (0, -grad.size % parts))
-            for stage in stages:
-                piece = tree_sum(stage.turned(piece.reshape(len(stage.groups[0]), -1)))
-            for stage in reversed(stages):
-                piece = stage.gathered(piece)
-            return piece[: grad.size].reshape(grad.shape)
+            split = self._split(self.grads[name])
+            if any(stage.part is None for stage in stages):  # and all stages are this one
+                return piece_of(_all_summed(grad, stages), split)
+            shape, dims = [], {}
+            for d, size in enumerate(grad.shape):
+                axes = dict(split).get(d, ())
+                keys = [(axis, part) for axis in axes for part in (0, 1)]
+                dims |= {key: len(shape) + i for i, key in enumerate(keys)}
+                pieces = _sizes(axes, self.slow)
+                shape += [*pieces, size // math.prod(pieces)]
+            whole, grad = grad.shape, grad.reshape(shape)
+            scatters = lambda stage: (stage.axes[0], stage.part) in dims  # noqa: E731
+            for scattered, some in itertools.groupby(stages, scatters):
+                if not scattered:
+                    grad = _all_summed(grad, list(some))
+                    continue
+                for stage in some:
+                    d = dims[stage.axes[0], stage.part]
+                    pieces = stage.turned(jnp.moveaxis(grad, d, 0))
+                    grad = jnp.expand_dims(tree_sum(pieces), d)
+            sizes = [jax.lax.axis_size(dict(split).get(d, ())) for d in range(len(whole))]
+            return grad.reshape([n // size for n, size in zip(whole, sizes, strict=True)])
 
-        return self._on_each_device(summed, self.params, grads)
+        return self._on_each_device(summed, self.grads, grads)
 
     def _on_each_device(
         self, function: Callable[[str, jax.Array], jax.Array], specs: Mapping[str, P], tree: PyTree
@@ -148,10 +151,17 @@ class Shards:
 
 
 class Stage(NamedTuple):
-    """An exchange between the devices of each of some groups along mesh axes."""
+    """An exchange between the devices of each of some groups along mesh axes.
+
+    Args:
+      axes: names.
+      groups: numbers of devices along them.
+      part: 0 for the slow part of an axis, 1 for the fast one, None for whole axes.
+    """
 
     axes: tuple[str, ...]
     groups: Groups
+    part: int | None = None
 
     def turned(self, x: jax.Array) -> jax.Array:
         """All pieces of its own [n, c] -> its own piece of all devices of its group [n, c]."""
@@ -169,7 +179,11 @@ class Stage(NamedTuple):
 def exchange_stages(axes: tuple[str, ...], slow: Mapping[str, int]) -> list[Stage]:
     """Returns the exchanges by which devices sum along the tree of :func:`tree_sum`, those between
     neighbours first. A stage sums nodes of the tree if all before it are of powers of two."""
-    found = [Stage((axis,), groups) for axis in reversed(axes) for groups in _groups((axis,), slow)]
+    found = [
+        Stage((axis,), groups, part)
+        for axis in reversed(axes)
+        for part, groups in zip((1, 0), _groups((axis,), slow), strict=True)
+    ]
     found = [stage for stage in found if len(stage.groups[0]) > 1]
     sizes = [len(stage.groups[0]) for stage in found]
     if any(size & (size - 1) for size in sizes[:-1]):
@@ -192,6 +206,25 @@ def tree_sum(nodes: PyTree, add: Callable[[PyTree, PyTree], PyTree] = jnp.add) -
     if 2 * full > count:
         return add(tree_sum(at(slice(full)), add), tree_sum(at(slice(full, None)), add))
     return tree_sum(add(at(slice(0, None, 2)), at(slice(1, None, 2))), add)
+
+
+def piece_of(x: jax.Array, split: Sequence[tuple[int, tuple[str, ...]]]) -> jax.Array:
+    """Within a map: a device's part of an array whose dimensions some axes split."""
+    for d, names in split:
+        size = x.shape[d] // jax.lax.axis_size(names)
+        x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(names) * size, size, d)
+    return x
+
+
+def _all_summed(x: jax.Array, stages: Sequence[Stage]) -> jax.Array:
+    """The sum along the tree over the devices of some exchanges, on each of them."""
+    parts = math.prod(len(stage.groups[0]) for stage in stages)
+    piece = jnp.pad(x.reshape(-1), (0, -x.size % parts))
+    for stage in stages:
+        piece = tree_sum(stage.turned(piece.reshape(len(stage.groups[0]), -1)))
+    for stage in reversed(stages):
+        piece = stage.gathered(piece)
+    return piece[: x.size].reshape(x.shape)
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], slow: Mapping[str, int]) -> jax.Array:

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.decisions import Kind
 from jaxtrain.sharding.mesh import BATCH_AXES, GATHERED_AXES, describe_mesh, slow_parts
 from jaxtrain.sharding.rules import Rule, Rules, as_rules
-from jaxtrain.sharding.specs import entries_of, names_of, restrict, tidy
-from jaxtrain.tree import PyTree, map_named, named_leaves
+from jaxtrain.sharding.specs import axes_of, entries_of, names_of, restrict, tidy
+from jaxtrain.tree import PyTree, map_named, named_leaves, owner_of
 
 Gather = Literal["step", "model"]
 
@@ -103,6 +103,20 @@ def specs_of(params: PyTree) -> dict[str, P] | None:
 def specs_of_state(state: PyTree) -> dict[str, P] | None:
     """Returns the specs of a state's leaves by path; None if it is not the one compiled for."""
     return _known(_PLACEMENT.value.state, state)
+
+
+def specs_of_update(params: PyTree) -> dict[str, P] | None:
+    """Returns the specs in which parameters are updated, by path: those of the optimizer's state
+    for them where ZeRO splits it further, else their own; None as :func:`specs_of`."""
+    if (found := specs_of(params)) is None:
+        return None
+    parts = lambda spec: len(list(axes_of(spec)))  # noqa: E731
+    for leaf, (shape, spec) in (_PLACEMENT.value.state or {}).items():
+        name = owner_of(leaf, found) if leaf.startswith("opt_state") else None
+        same = name is not None and shape == _PLACEMENT.value.params[name][0]
+        if same and parts(spec) > parts(found[name]):
+            found[name] = spec
+    return found
 
 
 def _places(tree: PyTree) -> dict[str, tuple[tuple[int, ...], P]]:

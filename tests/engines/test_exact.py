@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import hashlib
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +165,15 @@ def test_other_models_have_the_same_bits(module, flags):
                 state, _ = step(state, next(batches))
         found.append(digest(state))
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_models_of_a_users_own_have_the_same_bits_on_sixteen_devices():
+    """Random losses and optax chains; tests/workers/exact_users.py says which."""
+    program = pathlib.Path(__file__).parents[1] / "workers" / "exact_users.py"
+    seeds = list(map(str, range(6)))
+    done = subprocess.run([sys.executable, program, *seeds], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:-1] == [f"{seed} equal" for seed in seeds], done.stderr[-2000:]
 
 
 def test_gradients_are_those_of_an_ordinary_step():
