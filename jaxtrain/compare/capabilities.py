@@ -68,6 +68,7 @@ BASES: dict[str, dict[str, str]] = {
     | {"--tokenizer": "bytes", "--held-out-bytes": "2000", "--examples": "0"},
     "experiments.vision": _ANY,
     "experiments.ppo": _ANY | {"--rollout.steps": "8", "--episodes": "8"},
+    "experiments.caption": _ANY | {"--layers": "4", "--width": "16", "--heads": "2"},
     "experiments.clip": _ANY | {"--layers": "2", "--width": "16", "--heads": "2", "--crop": "0"},
 }
 _RULE = "--optimizer."
@@ -203,6 +204,12 @@ def _models() -> Iterator[Capability]:
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
+        (
+            "captions of images",
+            "caption",
+            (),
+            "several stacks|two stacks|llava|caption|image|model",
+        ),
         ("contrastive", "clip", (), "clip|pairs of rows|engine|stages|image|model"),
         ("convolutions, model state", "vision", ("--model", "convnet"), "conv|model|layers"),
         ("on-policy rollouts", "ppo", (), "actor|rollout|method|ppo|model|layers|stages"),
