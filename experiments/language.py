@@ -56,6 +56,7 @@ MAY_CHANGE = {
 }
 # Which experiment trains models of which form.
 TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5", "vit": "vision"}
+TRAINED_BY |= {"clip": "clip", "llava": "caption"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -582,13 +583,15 @@ def write(
     max_new_tokens: int,
     size: int | None = None,
     beams: int = 1,
+    images: Sequence[np.ndarray] | None = None,
     **sampling: Any,
 ) -> np.ndarray:
     """Writes the new tokens of each prompt or source, int32 [rows, max_new_tokens], by parameters
     where training has left them.
 
     All processes call it: the parameters lie on all of them. Prompts are padded to one length, and
-    ``lengths`` are their own; ``size`` is the most rows of a batch. Other arguments are those of
+    ``lengths`` are their own, ``images`` what each has beside its tokens; ``size`` is the most rows
+    of a batch. Other arguments are those of
     :func:`jaxtrain.models.generate.generate_step` and :func:`jaxtrain.models.generate.prompts`.
     """
     step = generate_step(model, max_new_tokens=max_new_tokens, beams=beams)
@@ -600,6 +603,8 @@ def write(
     for start in range(0, len(rows), size):
         part = [min(index, len(rows) - 1) for index in range(start, start + size)]
         sampling["prompt_lengths"] = lengths and [lengths[index] for index in part]
+        if images is not None:
+            sampling["image"] = np.stack([images[index] for index in part])
         tokens = [rows[index] for index in part]
         batches.append(prompts(model, tokens, max_new_tokens=max_new_tokens, **sampling))
     # One token goes through one layer at a time, and has no positions to split.

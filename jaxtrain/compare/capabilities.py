@@ -71,6 +71,7 @@ BASES: dict[str, dict[str, str]] = {
     "experiments.recommend": _ANY
     | {"--users": "64", "--items": "32", "--width": "8", "--hidden": "8"}
     | {"--held-out-rows": "64"},
+    "experiments.caption": _ANY | {"--layers": "4", "--width": "16", "--heads": "2"},
     "experiments.clip": _ANY | {"--layers": "2", "--width": "16", "--heads": "2", "--crop": "0"},
 }
 _RULE = "--optimizer."
@@ -206,6 +207,12 @@ def _models() -> Iterator[Capability]:
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
         ("vision transformer", "vision", vit, "vit|image|model"),
+        (
+            "captions of images",
+            "caption",
+            (),
+            "several stacks|two stacks|llava|caption|image|model",
+        ),
         ("contrastive", "clip", (), "clip|pairs of rows|engine|stages|image|model"),
         (
             "tables by rows",

@@ -83,7 +83,7 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
         make_folder(as_path(options.out).parent)  # not when all has been computed
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
-    opened, mesh = options.open(*(form for form in trained.FORMS if form != "clip"))
+    opened, mesh = options.open(*(form for form in trained.FORMS if form not in ("clip", "llava")))
     path = options.out
     if path is None and exists(as_path(opened.folder) / "checkpoints"):
         path = str(as_path(opened.folder) / RESULTS)

@@ -15,6 +15,7 @@ from jaxtrain.host import quiet
 from jaxtrain.host.paths import as_path, check_on_disk, exists, is_file, json_text, read_json
 from jaxtrain.models.clip import ClipConfig
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.llava import LlavaConfig
 from jaxtrain.run import trained
 from jaxtrain.tree import named_leaves
 
@@ -29,7 +30,7 @@ class ExportOptions:
 
     run: str | None = None
     """Folder of a run of experiments.gpt, bert or t5, of experiments.vision --model vit, or of
-    experiments.clip."""
+    experiments.clip or caption."""
     model: str | None = None
     """In place of a run, a Hugging Face folder, or a name on its hub, ORG/NAME[@REVISION]."""
     out: Path
@@ -96,10 +97,10 @@ def run_export(options: ExportOptions, rest: list[str]) -> int:
     text = options.compare_on and _tokens(options.compare_on, source.model, source.tokenizer)
     given = {"dtype": options.dtype, "files": source.files}
     shards = {"max_shard_bytes": int(options.max_shard_gb * 1e9)}
-    if isinstance(source.model, ClipConfig) and options.format != "safetensors":
+    if isinstance(source.model, ClipConfig | LlavaConfig) and options.format != "safetensors":
         raise ValueError(
-            f"--format is {options.format} and the model has two towers, which are written as "
-            "safetensors alone: leave it out"
+            f"--format is {options.format} and the model reads images beside a text, which is "
+            "written as safetensors alone: leave it out"
         )
     if options.format == "stablehlo":
         found = stablehlo.save(options.out, source.model, source.params, **given, **shards)
@@ -183,10 +184,13 @@ def _of_run(options: ExportOptions) -> _Source:
         files[TOKENIZER_CONFIG] = json_text(told)
     if isinstance(tokenizer, ByteTokenizer):
         fields = {"eos_token_id": tokenizer.eod} if options.format == "gguf" else {}
+    if isinstance(model, LlavaConfig) and not files:
+        files = {trained.GENERATION: json_text({"eos_token_id": tokenizer.eod})}
     if tokenizer is None:
         fields = stored.get("special_tokens") or {}
-        tower = model.image if isinstance(model, ClipConfig) else model
-        files = {weights.PREPROCESSOR: weights.preprocessor(tower, stored.get("pixels"))}
+    if tokenizer is None or isinstance(model, LlavaConfig):
+        tower = model.image if isinstance(model, ClipConfig | LlavaConfig) else model
+        files[weights.PREPROCESSOR] = weights.preprocessor(tower, stored.get("pixels"))
     return _Source(model, params, stored, fields, files, tokenizer)
 
 

@@ -7,9 +7,10 @@ from jaxtrain.hf.decoders import DECODERS
 from jaxtrain.hf.encoder_decoders import T5
 from jaxtrain.hf.encoders import ENCODERS
 from jaxtrain.hf.family import Family, ModelConfig
+from jaxtrain.hf.llava import LLAVA
 from jaxtrain.hf.towers import TOWERS
 
-FAMILIES = {family.name: family for family in (*DECODERS, *ENCODERS, T5, *TOWERS)}
+FAMILIES = {family.name: family for family in (*DECODERS, *ENCODERS, T5, *TOWERS, LLAVA)}
 
 
 def family_of(theirs: Mapping[str, Any]) -> Family:

@@ -14,11 +14,13 @@ from jaxtrain.models.config import before_stack, deltas_of, windows_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
+from jaxtrain.models.llava import LlavaConfig
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.activations import GATED
 from jaxtrain.tree import named_leaves
 
 ModelConfig = DecoderConfig | EncoderConfig | T5Config | ViTConfig | ClipConfig
+ModelConfig |= LlavaConfig
 
 # Fields of config.json that change no logits, no loss and no gradient.
 INERT = {
@@ -89,6 +91,9 @@ class Family:
       heads: a regex of the tensors of heads.
       copies: tensors that some files have, though they are others again: their names to those of
         the others. A name that is a parameter's of a model is no copy there.
+      old_names: a regex in names of old files, and what stands there today.
+      offsets: of a model, the number of the first layer of a stack, where it is not 0, by the
+        beginning of the paths of its parameters.
     """
 
     name: str
@@ -110,6 +115,8 @@ class Family:
     others: tuple[str, ...] = ()
     heads: str = "$^"
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    old_names: tuple[str, str] = ("$^", "")
+    offsets: Callable[[Any], Mapping[str, int]] = lambda config: {}
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -153,7 +160,7 @@ class Family:
         if not isinstance(config, self.model):
             raise ValueError(f"{self.name} has no {type(config).__name__}")
         theirs = {"architectures": [self.architecture], "model_type": self.name}
-        block = {} if isinstance(config, ClipConfig) else dataclasses.asdict(config.block)
+        block = dataclasses.asdict(config.block) if hasattr(config, "block") else {}
         for name, field in self.fields.items():
             value = block.get(field.ours, getattr(config, field.ours))
             if field.values is not None:
@@ -196,6 +203,9 @@ class Family:
                         path = path.replace("blocks", f"blocks/{i}", 1)
                     found[path] = dataclasses.replace(row, ours=path, **at)
             rows = found
+        for start, offset in self.offsets(config).items():
+            under = {path: row for path, row in rows.items() if path.startswith(start)}
+            rows |= {x: dataclasses.replace(row, offset=offset) for x, row in under.items()}
         return {path: rows[path] for path in named_leaves(shapes)}, shapes
 
     def stored(self, config: ModelConfig, name: str) -> str:
@@ -211,9 +221,9 @@ def check_positive(name: str, value: Any) -> None:
 
 def _essence(config: ModelConfig) -> dict[str, Any]:
     """Returns the fields of a config that determine the function that its model computes."""
-    if isinstance(config, ClipConfig):
-        towers = {name: _essence(getattr(config, name)) for name in ("image", "text")}
-        return towers | {"features": config.features, "loss": config.loss}
+    if isinstance(config, ClipConfig | LlavaConfig):
+        parts = {name: _essence(getattr(config, name)) for name in ("image", "text")}
+        return vars(config) | parts
     fields = dataclasses.asdict(config) | dataclasses.asdict(config.block)
     fields |= {"window_pattern": windows_of(config), "delta_pattern": deltas_of(config)}
     if config.positions == "learned":

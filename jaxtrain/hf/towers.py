@@ -153,10 +153,11 @@ _OF_TEXT = {"positions": "learned", "tied": True}
 _CLIP, _SIGLIP = ("quick_gelu", 1e-5), ("gelu_pytorch_tanh", 1e-6)
 _PATCHES = {n: {"patch_size": Field("patch", n)} for n in (16, 32)}
 _IMAGE_OF_CLIP = {"patch_bias": False, "embed_norm": True}
+CLIP_IMAGE = _tower("clip_vision_model", ViTConfig, (768, 12), *_CLIP, _PATCHES[32], _IMAGE_OF_CLIP)
 CLIP = _family(
     "clip",
     "CLIPModel",
-    _tower("clip_vision_model", ViTConfig, (768, 12), *_CLIP, _PATCHES[32], _IMAGE_OF_CLIP),
+    CLIP_IMAGE,
     _tower(
         "clip_text_model",
         TextConfig,

@@ -470,6 +470,7 @@ def _named_as(family: Family, config: ModelConfig, folder: Path) -> dict[str, An
     format = read_format(read_json(folder / "config.json").get("quantization_config"))
     tensors = safetensors.tensors_in(folder)
     tensors = dequantized(tensors, format, conv1d=_is_conv1d(family))
+    tensors = {re.sub(*family.old_names, name): x for name, x in tensors.items()}
     found = {_NORMS.sub(lambda x: _NORM_NAMES[x[0]], name): x for name, x in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):
         bare = {row.theirs.removeprefix(family.prefix).split(".")[0] for row in family.rows}

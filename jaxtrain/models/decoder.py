@@ -501,18 +501,23 @@ def routes(config: DecoderConfig, params: Params, batch: Batch) -> jax.Array:
 
 
 def embed(
-    config: DecoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
+    config: DecoderConfig,
+    params: Params,
+    batch: Batch,
+    rng: jax.Array | None = None,
+    put: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
 ) -> jax.Array:
     """First stage: tokens (and learned positions) to the residual stream [B, T, D].
 
     ``params`` is the whole model's, or any dict with ``embed``; ``rng`` is the step's key, and None
-    means no dropout.
+    means no dropout. ``put`` exchanges some embeddings of tokens, such as those of an image, before
+    positions are added.
 
     Raises:
       ValueError: for rows longer than a table of learned positions.
     """
     module = layers.apply(layers.Embed, config, params["embed"])
-    x_BTD = module(batch["tokens"], layers.positions(config, batch))
+    x_BTD = module(batch["tokens"], layers.positions(config, batch), put)
     # Layers fold in 0 .. L - 1.
     return pin_residual(drop(x_BTD, config.dropout, parts.fold(rng, config.layers)))
 

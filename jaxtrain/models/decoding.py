@@ -19,11 +19,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.models import attending, decoder, encoder_decoder, layers
+from jaxtrain.models import attending, decoder, encoder_decoder, layers, llava
 from jaxtrain.models.config import before_stack, deltas_of, group_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.delta_net import Past
 from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bias, embedded, encoded
+from jaxtrain.models.llava import LlavaConfig
 from jaxtrain.ops.cached import Rounded, Tiles, chunk_attention, whole_attention
 from jaxtrain.ops.per_device import split_over
 from jaxtrain.sharding.placement import constrain, gather
@@ -145,10 +146,11 @@ class Decoder(Protocol):
         reads: the prompts themselves, or the start of a target."""
 
     def prefill(
-        self, params: Any, tokens_BP: jax.Array, lengths_B: jax.Array, *, room: int
+        self, params: Any, tokens_BP: jax.Array, lengths_B: jax.Array, *, room: int, **given: Any
     ) -> tuple[jax.Array, Cache]:
         """Reads prompts, padded on the right: the logits after each one's last token, [B, V]
-        float32, and a cache with room for so many new tokens."""
+        float32, and a cache with room for so many new tokens. ``given`` is what prompts have beside
+        tokens, such as ``image``."""
 
     def extend(
         self,
@@ -170,9 +172,10 @@ class Decoder(Protocol):
         """
 
 
-def decoder_of(config: DecoderConfig | T5Config) -> Decoder:
+def decoder_of(config: DecoderConfig | T5Config | LlavaConfig) -> Decoder:
     """Returns the decoder of a model; raises ValueError for one that writes no tokens."""
     kinds = {DecoderConfig: CausalDecoder, T5Config: SourceDecoder}
+    kinds[LlavaConfig] = lambda config: ImageDecoder(config.text, model=config)
     if (kind := kinds.get(type(config))) is None:
         form = type(config).__name__.removesuffix("Config").lower()
         raise ValueError(
@@ -196,7 +199,7 @@ class CausalDecoder:
     def rows(self, tokens_BP, lengths_B):
         return tokens_BP, lengths_B
 
-    def prefill(self, params, tokens_BP, lengths_B, *, room):
+    def prefill(self, params, tokens_BP, lengths_B, *, room, **given):
         def layer(form, layer_params, l, at, x_BPD):
             del at
 
@@ -211,7 +214,7 @@ class CausalDecoder:
             attend = Past(count_B=lengths_B) if form.delta else attend
             return self._layer(form, layer_params, l, x_BPD, None, attend)
 
-        x_BPD = decoder.embed(self.config, params, {"tokens": tokens_BP})
+        x_BPD = self._embedded(params, tokens_BP, **given)
         x_BPD, (kept_LBPGK, recurrent) = self._scan(layer, params, x_BPD)
         room = cache_length(tokens_BP.shape[1] + room) - tokens_BP.shape[1]
         padding = ((0, 0), (0, 0), (0, 0), (0, room), (0, 0))
@@ -219,6 +222,9 @@ class CausalDecoder:
         k, v, *routes = kept
         cache = Cache(k, v, None, *routes, recurrent=_pin_recurrent(recurrent))
         return self._logits(params, x_BPD, lengths_B), cache
+
+    def _embedded(self, params, tokens_BP):
+        return decoder.embed(self.config, params, {"tokens": tokens_BP})
 
     def extend(self, params, cache, tokens_BC, start_B, count_B):
         x_BCD, cache = self._extended(params, cache, tokens_BC, start_B, count_B)
@@ -317,6 +323,19 @@ class CausalDecoder:
 
     def _logits(self, params, x_BCD, count_B):
         return decoder.head_logits(self.config, params, _last(x_BCD, count_B))[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageDecoder(CausalDecoder):
+    """The :class:`Decoder` of a :mod:`jaxtrain.models.llava`: its prompts may have an image."""
+
+    model: LlavaConfig | None = None
+    stacks = llava.STACKS
+
+    def _embedded(self, params, tokens_BP, image=None):
+        if image is None:
+            return super()._embedded(params, tokens_BP)
+        return llava.embed_with_images(self.model, params, tokens_BP, image)
 
 
 @dataclasses.dataclass(frozen=True)

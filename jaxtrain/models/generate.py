@@ -43,11 +43,12 @@ from jaxtrain.models.decoding import (
 )
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.exact import ExactDecoder, check_form
+from jaxtrain.models.llava import LlavaConfig, check_images
 from jaxtrain.models.sampling import Draws, Own, Sampling, draw, make_sampling
 from jaxtrain.sharding.placement import gather
 from jaxtrain.sharding.rules import batch_parts
 
-Config = DecoderConfig | T5Config
+Config = DecoderConfig | T5Config | LlavaConfig
 # The shortest rows that a program is compiled for.
 SHORTEST = 16
 
@@ -89,6 +90,7 @@ class Prompts:
       rng: a key, or one for each row; None where nothing is drawn.
       sampling: how tokens are chosen.
       max_new_tokens: for how many new ones the prompts were checked; None for any number.
+      image: [B, H, W, C], of a model that reads images; None for prompts of text alone.
     """
 
     tokens: np.ndarray
@@ -96,6 +98,7 @@ class Prompts:
     rng: jax.Array | None = None
     sampling: Sampling | None = None
     max_new_tokens: int | None = dataclasses.field(default=None, metadata={"static": True})
+    image: np.ndarray | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -130,6 +133,8 @@ def generate(
         for tokens of a prompt or a target, and not of a source.
       repetition_window: of which so many last tokens alone count; left out, all.
       min_tokens: new tokens of a row before one that may end it; left out, 0.
+      image: [B, H, W, C], of a model that reads images, whose prompts have its image tokens; left
+        out, none.
       eod: after this token, or any of several, a row is filled with it (the first of them); once
         all rows are, generation stops. Left out, 1 for an encoder-decoder and None, which continues
         to the end, for others.
@@ -299,6 +304,7 @@ def prompts(
     max_new_tokens: int,
     prompt_lengths: Any = None,
     rng: jax.Array | None = None,
+    image: Any = None,
     **sampling: Any,
 ) -> Prompts:
     """Checks the arguments of :func:`generate`, with its errors, and makes a batch of them."""
@@ -318,8 +324,12 @@ def prompts(
             f"a prompt of {P if config.seq_len < P else longest} tokens and {max_new_tokens} new "
             f"ones exceed the {config.seq_len} learned positions; shorten either"
         )
+    if image is not None:
+        if not isinstance(config, LlavaConfig):
+            raise ValueError("`image` is given, and the model reads none: leave it out")
+        check_images(config, tokens_BP, image)
     rng = None if chosen.temperature is None else rng
-    return Prompts(tokens_BP, lengths_B, rng, chosen, max_new_tokens)
+    return Prompts(tokens_BP, lengths_B, rng, chosen, max_new_tokens, image)
 
 
 def _checked_rows(vocab_size: int, tokens: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -387,7 +397,10 @@ def _gathered(form: _Form, params: Any) -> Any:
 
 def _first(form: _Form, params: Any, batch: Prompts) -> _Now:
     """Reads the prompts, and chooses the first token of each row."""
-    logits_BV, cache = form.decoder.prefill(params, batch.tokens, batch.lengths, room=form.count)
+    given = {} if batch.image is None else {"image": batch.image}
+    logits_BV, cache = form.decoder.prefill(
+        params, batch.tokens, batch.lengths, room=form.count, **given
+    )
     if (N := form.beams) is None:
         rows = Draws.begin(batch.sampling, len(logits_BV), form.count, scored=form.scored)
     else:

@@ -249,10 +249,16 @@ class Embed(nnx.Module):
         self.theta = config.rope_theta if config.positions == "sinusoidal" else None
         self.factor = config.width**0.5 if config.embed_scale else None
 
-    def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        put: Callable[[jax.Array], jax.Array] = lambda x_BTD: x_BTD,
+    ) -> jax.Array:
         x_BTD = embed_lookup(tokens_BT, self.tokens.get_value(), "vocab")
         if self.factor is not None:
             x_BTD *= jnp.asarray(self.factor, x_BTD.dtype)
+        x_BTD = put(x_BTD)
         if self.theta is not None:
             of_BTD = sinusoidal_positions(positions_BT, x_BTD.shape[-1], theta=self.theta)
             return x_BTD + constrain(of_BTD, "batch", "sequence", None).astype(x_BTD.dtype)

@@ -17,7 +17,7 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.methods.population import BEST
-from jaxtrain.models import clip, decoder, encoder, encoder_decoder, vit
+from jaxtrain.models import clip, decoder, encoder, encoder_decoder, llava, vit
 from jaxtrain.ops.linear import Dora, LowRank, merge
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
@@ -40,9 +40,10 @@ FORMS = {
     "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
     "vit": (vit.ViTConfig, vit),
     "clip": (clip.ClipConfig, clip),
+    "llava": (llava.LlavaConfig, llava),
 }
 Model = decoder.DecoderConfig | encoder.EncoderConfig | encoder_decoder.T5Config | vit.ViTConfig
-Model |= clip.ClipConfig
+Model |= clip.ClipConfig | llava.LlavaConfig
 
 
 def load(
