@@ -295,8 +295,8 @@ def as_scheduled(roofline: Prediction, program: Program, target: Target, steps: 
     def seconds(collective: Collective) -> tuple[float, float]:
         # Of one execution: the timeline weighs its branch itself.
         alone = dataclasses.replace(collective, share=1.0)
-        size = alone.group
-        return wire_seconds(alone.kind, alone.sent, alone.crossing, target.chip, group=size)
+        ring = target.ring(alone.group)
+        return wire_seconds(alone.kind, alone.sent, alone.crossing, target.chip, ring=ring)
 
     products, others = max(roofline.compute, roofline.product_hbm), roofline.other_hbm
     times = {"products": steps * products, "others": steps * others}
@@ -364,9 +364,9 @@ def summarize(
         crossing, seconds = sum(c.executions * c.crossing for c in group), None
         executions = sum(c.executions * c.share for c in group)
         if target is not None and target.chip.link_bytes_per_s is not None:
-            size = max(c.group for c in group)  # along the same axes
+            ring = target.ring(max(c.group for c in group))  # along the same axes
             sent = bytes_sent, crossing
-            seconds = sum(wire_seconds(kind, *sent, target.chip, executions, size))
+            seconds = sum(wire_seconds(kind, *sent, target.chip, executions, ring))
         rows.append(
             Traffic(
                 kind=kind,

@@ -295,8 +295,8 @@ def predict(
         }
     interconnect, network = collections.Counter(), collections.Counter()
     for (kind, axes), (sent, crossing, times) in wires.items():
-        group = math.prod(estimated.mesh.get(axis, 1) for axis in axes)
-        fast, slow_seconds = wire_seconds(kind, sent, crossing, chip, times, group)
+        ring = target.ring(math.prod(estimated.mesh.get(axis, 1) for axis in axes))
+        fast, slow_seconds = wire_seconds(kind, sent, crossing, chip, times, ring)
         interconnect["+".join(axes)] += fast
         network["+".join(axes)] += slow_seconds
     products, rest = cost.product_bytes / memory, cost.other_bytes / memory

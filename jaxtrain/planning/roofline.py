@@ -159,23 +159,24 @@ _MEASURED_AS = {"all-to-all": "all-gather", "collective-broadcast": "collective-
 
 
 def wire_seconds(
-    kind: str, sent: float, crossing: float, chip: Chip, times: float = 1.0, group: int = 1
+    kind: str, sent: float, crossing: float, chip: Chip, times: float = 1.0, ring: int = 1
 ) -> tuple[float, float]:
     """Seconds of collectives over the fast links, and over the network: as measured, where the chip
     says so, or at the bandwidths and the chip's stated efficiency on them, without latency.
 
     Within an island it is a ring: on TPUs both ways round one axis of the torus, on GPUs through
-    all NVLinks. A permutation sends its payload over one link. What an all-to-all sends around a
-    torus passes a quarter of its ``group`` on its way, in the mean.
+    all NVLinks. A permutation sends its payload over one link. What an all-to-all sends passes a
+    quarter of the devices of a ring on its way, in the mean.
 
     Args:
       sent: bytes that one device sends in a ring (:func:`ring_share`).
       crossing: those of them that cross the slow network (:func:`network_share`).
       times: the number of collectives that send them.
+      ring: devices of a ring that they go around.
     """
     links = 1 if kind == "collective-permute" else chip.links
     if kind == "all-to-all" and chip.links > 1:
-        links /= max(1, group / 4)
+        links /= max(1, ring / 4)
     shares = {
         WITHIN: (sent - crossing, links * chip.link_bytes_per_s),
         BETWEEN: (crossing, chip.dcn_bytes_per_s),

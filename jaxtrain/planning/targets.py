@@ -83,6 +83,11 @@ class Target:
         """Slices of a TPU, or hosts: parts with that network between them."""
         return self.size // self.devices_per_island
 
+    def ring(self, group: int) -> int:
+        """Devices of the longest ring that a group of so many goes around: on a torus no longer
+        than its longest axis, as an axis of a mesh may lie along several."""
+        return min(group, max(self.topology))
+
     def devices(self) -> list[jax.Device]:
         """Returns the devices: real ones for CPU, descriptions that compile for the others. Raises
         ValueError where the compiler is not installed, or does not know the topology."""

@@ -499,6 +499,11 @@ def test_what_leaves_a_host_goes_by_its_network():
     sent = 1e9 * 7 / 8
     exchanged = seconds("all-to-all", ("data",), sent, {"data": 8}, {"data": 2})
     assert exchanged == pytest.approx((1e9 * 3 / 8 / link, 1e9 * 4 / 8 / network))
+    # On a torus it passes 2 of the 8 devices of a ring on its way: twice what a ring of 4 takes.
+    torus = parse_target("v5p:4x4x8")
+    assert [torus.ring(n) for n in (2, 8, 32)] == [2, 8, 8]
+    both = [sum(wire_seconds("all-to-all", 1e9, 0.0, torus.chip, ring=n)) for n in (4, 8)]
+    assert both[1] == pytest.approx(2 * both[0])
     # A permutation has one link, on a TPU half of a ring.
     v5e = parse_target("v5e:2x4").chip
     sends = [
