@@ -206,6 +206,8 @@ def written(
     how = {"rules": Rules(llava.RULES), "max_new_tokens": LONGEST + 1, "temperature": 0.0}
     how |= {"eod": tokenizer.eod, "size": config.global_batch, "images": canvases}
     new = language.write(model, state.params, asked, **how)
+    # A model that has learned little may write the token of an image, which is no byte.
+    new = np.where(np.asarray(new) == model.image_token, ord("?"), new)
     said = [tokenizer.decode(language.until(row, tokenizer.eod)) for row in new]
     return canvases, said, list(right)
 

@@ -556,7 +556,8 @@ def fingerprint_of(model: Any) -> str:
     """Returns a hash of the fields of a model's config that say what its weights mean."""
     fields = [field for field in dataclasses.fields(model) if field.name not in OURS]
     told = {f.name: value for f in fields if (value := getattr(model, f.name)) != f.default}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    told = json.dumps(told, sort_keys=True, default=dataclasses.asdict)  # of parts of a model
+    return hashlib.sha256(told.encode()).hexdigest()
 
 
 def facts(config: Config, model: Any, own: Mapping[str, str]) -> dict[str, str]:

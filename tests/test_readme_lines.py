@@ -203,6 +203,9 @@ MADE = {
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],
     r"COPY": [f"{TOKENIZE} texts/ --tokenizer 300 --out COPY"],
     r":OTHER": [f"{TOKENIZE} my_texts/ --tokenizer STORE/tokenizer.json --out OTHER"],
+    r"caption --init-from RUN": [
+        "python -m experiments.caption --steps 2 --global-batch 16 --run-dir RUN"
+    ],
     r"ENCODER": [
         f"python -m experiments.bert {SHORT} 2 --run-dir runs/words",
         "jaxtrain hf export --run runs/words --out ENCODER",

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -76,6 +77,15 @@ def test_captions_say_what_the_canvas_has_and_unseen_pairs_are_held_out():
     assert row["mask"][: N - 1].sum() == 0
     later = train[5 + len(train)]
     assert not np.array_equal(later["image"], row["image"])
+
+
+def test_an_image_token_that_is_written_is_no_letter(monkeypatch):
+    digits, model = vision.load(vision.Config()).held_out, model_config(Config())
+    rows = Canvases(digits, model=model, seed=0, count=2, unseen=False)
+    new = np.array([[*b"a 7", model.image_token, data.ByteTokenizer().eod]] * 2)
+    monkeypatch.setattr(caption.language, "write", lambda *args, **how: new)
+    params = types.SimpleNamespace(params=None)
+    assert caption.written(Config(), model, rows, 2, params)[1] == ["a 7?", "a 7?"]
 
 
 def test_wrong_captions_are_red():

@@ -76,7 +76,7 @@ def last(folder):
 
 def test_every_field_that_has_a_flag_is_changed():
     # Of other models, which is the last test; and what a run keeps to its end.
-    alone = {"mesh.expert", "exact"}
+    alone = {"mesh.expert", "dispatch", "exact"}
     assert CHANGED.keys() | alone == jt.Layout().values().keys()
 
 
@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_another_value(field, begun, tmp_path, capsys):
     ("before", "after"),
     [
         ("data=4,expert=2", "context=2,expert=4"),
-        ("data=2,context=2,expert=2", "context=4,expert=2,exchange=ring"),
+        ("data=2,context=2,expert=2", "context=4,expert=2,exchange=ring,dispatch=exchange"),
     ],
 )
 def test_a_mixture_of_experts_goes_on_with_other_degrees(before, after, texts, tmp_path):
