@@ -177,15 +177,22 @@ def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | No
 
     def loss_fn(params: PyTree, batch: PyTree, rng: jax.Array | None) -> Any:
         outer, params = stages.outer(params), stages.stacked.natural(params)
-        x, first = None, 0
-        for k, part in enumerate(stages.stacked.parts):
-            x = stages.enter(k, outer, x, batch, rng)
-            x = run_layers(stages, params, x, batch, rng, first, k=k)
-            first += jax.tree.leaves(params[part.key])[0].shape[0]
-        return stages.head(outer, x, batch)
+        return stages.head(outer, run_stacks(stages, params, batch, rng), batch)
 
     loss_fn.stack = stages.stacked
     return row_wise(loss_fn) if stages.row_wise else loss_fn
+
+
+def run_stacks(
+    stages: Stages, params: Mapping[str, PyTree], batch: PyTree, rng: jax.Array | None
+) -> PyTree:
+    """Returns the residual stream behind all layers of a model, of parameters in natural order."""
+    outer, x, first = stages.outer(params), None, 0
+    for k, part in enumerate(stages.stacked.parts):
+        x = stages.enter(k, outer, x, batch, rng)
+        x = run_layers(stages, params, x, batch, rng, first, k=k)
+        first += jax.tree.leaves(params[part.key])[0].shape[0]
+    return x
 
 
 def run_layers(

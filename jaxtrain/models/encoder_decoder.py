@@ -41,7 +41,7 @@ from jaxtrain.ops.numerics import drop
 from jaxtrain.sharding.placement import constrain, gather, pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.stages import Stages, loss_from_stages, run_layers
+from jaxtrain.stages import Stages, loss_from_stages, run_layers, run_stacks
 from jaxtrain.tree import map_named
 
 Params = Mapping[str, Any]
@@ -234,10 +234,7 @@ def logits(
 ) -> jax.Array:
     """Returns float32 logits [B, T, vocab_size] of the next target token of a batch, which needs no
     ``targets`` and ``mask``; ``rng`` None means no dropout."""
-    model = stages(config)
-    x = run_layers(model, params, model.enter(0, params, None, batch, rng), batch, rng)
-    x = model.enter(1, params, x, batch, rng)
-    x = run_layers(model, params, x, batch, rng, config.layers, k=1)
+    x = run_stacks(stages(config), params, batch, rng)
     return head_logits(config, params, x["target"])
 
 

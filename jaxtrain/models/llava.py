@@ -30,7 +30,7 @@ from jaxtrain.models.vit import ViTConfig
 from jaxtrain.sharding.placement import constrain, gather, pin_residual, whole_rows
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.stages import Stages, loss_from_stages, run_layers
+from jaxtrain.stages import Stages, loss_from_stages, run_layers, run_stacks
 
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
@@ -184,10 +184,7 @@ def logits(
 ) -> jax.Array:
     """Returns float32 logits [B, T, vocab_size] of the next token of a batch, which needs no
     ``targets`` and ``mask``; ``rng`` None means no dropout."""
-    model = stages(config)
-    x = run_layers(model, params, model.enter(0, params, None, batch, rng), batch, rng)
-    x = model.enter(1, params, x, batch, rng)
-    x = run_layers(model, params, x, batch, rng, config.image.layers, k=1)
+    x = run_stacks(stages(config), params, batch, rng)
     return decoder.head_logits(config.text, params, x["text"])
 
 
