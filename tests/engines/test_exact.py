@@ -2,10 +2,7 @@
 
 import dataclasses
 import functools
-import hashlib
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +11,14 @@ import pytest
 
 import jaxtrain as jt
 from experiments import bert, gpt, t5, vision
-from jaxtrain import build
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.exact import grains_of_a_device
 from jaxtrain.layout import Layout
 from jaxtrain.models import decoder
-from jaxtrain.run.main import parse
 from jaxtrain.sharding.collectives import tree_sum
 from jaxtrain.step import scan_steps
-from jaxtrain.tree import key_data
 from tests import problems
+from tests.fuzz_exact import digest, trained
 
 GRAINS, ROWS, LENGTH, STEPS = 8, 16, 12, 4
 MODEL = dataclasses.replace(
@@ -37,14 +32,6 @@ def batch(number, rows=ROWS):
     mask = (r.random((rows, LENGTH)) < 0.8).astype(np.float32)
     shared = {"segments": np.ones_like(mask, np.int32), "mask": mask}
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]} | shared
-
-
-def digest(tree):
-    """A hash of all leaves."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(jax.device_get(jax.tree.map(key_data, tree))):
-        found.update(np.ascontiguousarray(leaf).tobytes())
-    return found.hexdigest()
 
 
 def train(
@@ -161,21 +148,6 @@ def run(module, flags, axes):
     return list(map(digest, trained(module, flags, axes)))
 
 
-def trained(module, flags, axes):
-    built = module.build(parse(module.Config, flags.split()))
-    built = dataclasses.replace(built, layout=Layout.parse(axes, built.layout))
-    devices = jax.devices()[: built.layout.mesh.devices]
-    mesh = build.make_experiment_mesh(built, devices)
-    state = build.make_state(built, mesh)
-    step, told = build.compile_train(built, state, mesh), []
-    with built.train_batches(0, build.stream_shardings(built, mesh)) as batches:
-        for _ in range(3):
-            state, metrics = step(state, batch := next(batches))
-            told.append(metrics)
-    held_out = build.compile_eval(built, state, batch, mesh)(state, batch)
-    return state, told, held_out
-
-
 CUTS = f"{TEXT} --seq-len 16 --data {pathlib.Path(__file__).parent} --held-out-bytes 2000"
 CUTS += " --dropout 0.1 --optimizer.clip-norm 0.1 --pipeline.microbatches 2"
 MIXTURE = "--experts 4"
@@ -207,15 +179,6 @@ def test_what_is_dropped_in_a_pipeline_of_grains_is_what_an_ordinary_step_drops(
     for own, other in zip(exact, ordinary, strict=True):
         np.testing.assert_allclose(own["loss"], other["loss"], rtol=2e-6)
         np.testing.assert_allclose(own["grad_norm"], other["grad_norm"], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_models_of_a_users_own_have_the_same_bits_on_sixteen_devices():
-    """Random losses and optax chains; tests/workers/exact_users.py says which."""
-    program = pathlib.Path(__file__).parents[1] / "workers" / "exact_users.py"
-    seeds = list(map(str, range(6)))
-    done = subprocess.run([sys.executable, program, *seeds], capture_output=True, text=True)
-    assert done.stdout.split("\n")[:-1] == [f"{seed} equal" for seed in seeds], done.stderr[-2000:]
 
 
 def test_gradients_are_those_of_an_ordinary_step():
