@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.compile import CompiledStep, compile_step
 from jaxtrain.decisions import Gathered, Kind, Reason, Why
+from jaxtrain.engines.exact import by_grains, evaluated_in_grains, on_pieces
 from jaxtrain.engines.pipeline import pipeline, pipeline_eval_step
 from jaxtrain.engines.plain import plain, trainable
 from jaxtrain.engines.reduction import kept_by_gathering, why_not
@@ -20,7 +21,7 @@ from jaxtrain.loss import WeightedLoss
 from jaxtrain.methods.method import Method, Step
 from jaxtrain.ops.scaled import uncounted
 from jaxtrain.optim import averaged, frozen
-from jaxtrain.sharding.mesh import BATCH_AXES, make_mesh
+from jaxtrain.sharding.mesh import BATCH_AXES, GATHERED_AXES, make_mesh
 from jaxtrain.sharding.placement import Gather, constrain_tree, report_finding
 from jaxtrain.sharding.row_keys import draws_otherwise, row_count
 from jaxtrain.sharding.rules import batch_sharding, batch_shardings
@@ -99,7 +100,8 @@ def on_hosts(
             f"`mesh` is {sizes} and hosts come and go: let one axis take what there is, such as "
             "`mesh.data` -1, and leave the dcn axes out"
         )
-    if hosts == most or depends_on_microbatches(experiment, state):
+    of_grains = layout.exact and pipe > 1  # whose microbatches are parts of a grain
+    if hosts == most or of_grains or depends_on_microbatches(experiment, state):
         return experiment
     rows = row_count(experiment.data.batch)
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
@@ -324,13 +326,18 @@ def _step_that_gathers(
         remat=layout.pipeline.remat,
         **_of_pipeline(experiment),
     )
-    return build_update(
-        engine,
-        laid.optimizer,
-        policy=experiment.policy,
-        constrain=constrain_tree(shardings),
-        norms=True,
-    )
+    own = {"policy": experiment.policy, "norms": True, "constrain": constrain_tree(shardings)}
+    if layout.exact:
+        rows, count = row_count(experiment.data.batch), layout.pipeline.microbatches
+        if rows % (layout.exact * count):
+            raise ValueError(
+                f"`exact` is {layout.exact} and `pipeline.microbatches` {count}, into which each "
+                f"grain is cut, and a batch has {rows} rows: use fewer of either, or a global "
+                f"batch that is a multiple of {layout.exact * count}"
+            )
+        given = {"cast": experiment.policy.cast_to_compute, "draws": loss_from_stages(laid.stages)}
+        engine, own["within"] = by_grains(engine, layout.exact, **given), on_pieces
+    return build_update(engine, laid.optimizer, **own)
 
 
 def call_end(done: int, steps: int, steps_per_call: int) -> int:
@@ -398,9 +405,13 @@ def build_evaluation(
     if mesh.shape.get("pipe", 1) > 1 and laid.stages and laid.eval_loss_fn is None:
         options = _of_pipeline(experiment)
         rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
-        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES))
+        exact, split = experiment.layout.exact, BATCH_AXES
+        if exact:  # A grain's rows are split by what does not split grains.
+            rows, split = rows // math.gcd(rows, exact), set(BATCH_AXES) - set(GATHERED_AXES)
+        shared = max(1, rows // math.prod(mesh.shape.get(axis, 1) for axis in split))
         options["microbatches"] = math.gcd(shared, options["microbatches"])
-        return around(pipeline_eval_step(laid.stages, mesh=mesh, **options, **given))
+        evaluate = pipeline_eval_step(laid.stages, mesh=mesh, **options, **given)
+        return around(evaluated_in_grains(evaluate, exact) if exact else evaluate)
     given |= {"has_model_state": laid.has_model_state, "exact": experiment.layout.exact}
     return around(build_eval_step(laid.eval_loss_fn or laid.loss_fn, **given))
 

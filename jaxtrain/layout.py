@@ -101,7 +101,7 @@ class PipelineLayout:
     """Pipeline schedule: 1f1b keeps few microbatches in memory, interleaved has the smaller bubble,
     gpipe has neither advantage."""
     microbatches: int = 8
-    """Microbatches per step."""
+    """Microbatches per step; with --exact, of each grain."""
     virtual: int = 1
     """Chunks of layers per device, above 1 for interleaved only."""
     remat: Literal["full", "none"] = "full"
@@ -157,8 +157,8 @@ class Layout:
     evaluations and checkpoints fall between calls. Slower where a CPU convolves."""
     exact: int = 0
     """Grains of the global batch, a power of two at best, whose gradients are added in one order:
-    every number of devices from 2 on then has the same bits along data and fsdp, and a device holds
-    the whole state for a moment in each step. 0 adds gradients in the fastest order."""
+    every number of devices from 2 on then has the same bits along data and fsdp, and all weights
+    are gathered for the grains of a device. 0 adds gradients in the fastest order."""
     offload_optimizer: bool = False
     """Keep the optimizer state in host memory; only the update of each step brings it to the
     devices."""
@@ -184,11 +184,6 @@ class Layout:
                     f"`{name}` is {value!r} and `exact` {self.exact}, with which a device has all "
                     "weights for its grains, and updates its part in place: leave one of them out"
                 )
-        if self.exact and (axis := next((a for a in ("pipe", "expert") if self._cuts(a)), None)):
-            raise ValueError(
-                f"mesh axis {axis!r} has size {self.mesh.sizes[axis]} and `exact` is {self.exact}: "
-                "its sums are not shown to have the same bits; use data, fsdp, tensor and context"
-            )
         if self.offload_optimizer and self.steps_per_call > 1:
             raise ValueError(
                 f"`steps_per_call` is {self.steps_per_call} with `offload_optimizer`: the state of "
@@ -270,9 +265,6 @@ class Layout:
     def _beside_mesh(self, since: "Layout | None" = None) -> dict[str, Any]:
         found = self.changes(since).items()
         return {path: value for path, value in found if not path.startswith("mesh.")}
-
-    def _cuts(self, axis: str) -> bool:
-        return self.mesh.sizes[axis] != 1
 
     def may_change(self) -> dict[str, Effect]:
         """Returns what another value of each field means for the steps of a run, by its path; one

@@ -1,5 +1,6 @@
-"""Models that constrain nothing train on every mesh as on one device, and random losses of users as
-their definition says; see tests/fuzz.py and tests/fuzz_losses.py."""
+"""Models that constrain nothing train on every mesh as on one device, exact steps have the same
+bits on every mesh, and random losses of users are what their definition says; see tests/fuzz.py,
+tests/fuzz_exact.py and tests/fuzz_losses.py."""
 
 import pathlib
 import subprocess
@@ -13,9 +14,9 @@ from tests import fuzz_losses
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-def fuzz(*arguments, seconds):
+def fuzz(*arguments, seconds, module="tests.fuzz"):
     # A program of its own: sixteen devices, and what goes wrong may abort or hang it.
-    command = [sys.executable, "-m", "tests.fuzz", *map(str, arguments)]
+    command = [sys.executable, "-m", module, *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False
     )
@@ -35,6 +36,12 @@ def test_models_that_were_wrong_once_agree_with_one_device():
 @pytest.mark.parametrize("seed", range(1, 13))
 def test_random_models_rules_and_meshes_agree_with_one_device(seed):
     fuzz("--seed", seed, "--seconds", 60, seconds=600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_random_exact_steps_have_the_same_bits_on_every_mesh(seed):
+    fuzz("--seed", seed, "--seconds", 60, seconds=900, module="tests.fuzz_exact")
 
 
 # Accumulated over calls on a mesh, and stages of unequal depth: weights of either sign and of none.

@@ -60,14 +60,30 @@ def exact(grains: int, cast: Callable[[PyTree], PyTree] = lambda params: params)
         raise ValueError(f"`exact` is {grains} grains: give at least 1")
 
     def exact_sums(loss_fn: LossFn, microbatches: int) -> GradientEngine:
-        return _grain_by_grain(plain(loss_fn), grains, microbatches, cast)
+        return by_grains(plain(loss_fn), grains, microbatches=microbatches, cast=cast)
 
     return Engine(exact_sums, accumulates=True, by_parts=True)
 
 
-def _grain_by_grain(
-    one: GradientEngine, grains: int, microbatches: int, cast: Callable[[PyTree], PyTree]
+def by_grains(
+    one: GradientEngine,
+    grains: int,
+    *,
+    microbatches: int = 1,
+    cast: Callable[[PyTree], PyTree] = lambda params: params,
+    draws: Callable[[PyTree, PyTree, Any], Any] | None = None,
 ) -> GradientEngine:
+    """Makes the engine that takes a batch grain by grain with another, such as a pipeline.
+
+    Args:
+      one: the engine of a grain; its loss is a sum over rows.
+      grains: K.
+      microbatches: the fewest grains of a device.
+      cast: parameters to the dtype in which they are gathered.
+      draws: ``(params, batch, rng)``, what draws the random numbers of some rows; ``one`` itself if
+        left out.
+    """
+
     def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
         del model_state  # which an engine by parts is not given
         report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
@@ -86,6 +102,7 @@ def _grain_by_grain(
 
             with apart_along(*GATHERED_AXES):
                 with_key = lambda rng: one(whole, None, at(0), rng, loss_scale, frozen=frozen)  # noqa: E731
+                with_key = functools.partial(draws, whole, at(0)) if draws else with_key
                 key, _ = microbatch_keys(with_key, rng, grains, rows=rows, in_order=True)
                 zero = _zero(jax.random.key_data(rng).ravel()[0])
                 sums = _counted(gradient, at, (whole, loss_scale), here, zero)

@@ -66,10 +66,13 @@ def microbatch_keys(
 
     def carrying(j: int | jax.Array) -> jax.Array:
         first, apart = (j * rows, 1) if in_order else (j, microbatches)
-        words = [jax.random.key_data(rng), jnp.stack([jnp.uint32(first), jnp.uint32(apart)])]
+        words = jax.random.key_data(rng)
+        if _carries(rng):  # a part of a part
+            first, apart = words[2] + words[3] * jnp.uint32(first), words[3] * jnp.uint32(apart)
+        words = [words[:2], jnp.stack([jnp.uint32(first), jnp.uint32(apart)])]
         return jax.random.wrap_key_data(jnp.concatenate(words), impl=_CARRYING)
 
-    if microbatches > 1 and _is_plain(rng):
+    if microbatches > 1 and (_is_plain(rng) or _carries(rng)):
         # What takes no key but an ordinary one raises here; an error of its own comes again below.
         with contextlib.suppress(Exception):
             traced, shapes = jax.make_jaxpr(function, return_shape=True)(carrying(0))

@@ -2,10 +2,7 @@
 
 import dataclasses
 import functools
-import hashlib
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +10,15 @@ import numpy as np
 import pytest
 
 import jaxtrain as jt
-from experiments import bert, t5, vision
-from jaxtrain import build
+from experiments import bert, gpt, t5, vision
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.exact import grains_of_a_device
-from jaxtrain.layout import Layout, MeshShape
+from jaxtrain.layout import Layout
 from jaxtrain.models import decoder
-from jaxtrain.run.main import parse
 from jaxtrain.sharding.collectives import tree_sum
 from jaxtrain.step import scan_steps
-from jaxtrain.tree import key_data
 from tests import problems
+from tests.fuzz_exact import digest, trained
 
 GRAINS, ROWS, LENGTH, STEPS = 8, 16, 12, 4
 MODEL = dataclasses.replace(
@@ -37,14 +32,6 @@ def batch(number, rows=ROWS):
     mask = (r.random((rows, LENGTH)) < 0.8).astype(np.float32)
     shared = {"segments": np.ones_like(mask, np.int32), "mask": mask}
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]} | shared
-
-
-def digest(tree):
-    """A hash of all leaves."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(jax.device_get(jax.tree.map(key_data, tree))):
-        found.update(np.ascontiguousarray(leaf).tobytes())
-    return found.hexdigest()
 
 
 def train(
@@ -152,28 +139,46 @@ TEXT = "--layers 2 --width 32 --heads 2 --optimizer.name adamw --exact 4 --globa
     ],
 )
 def test_other_models_have_the_same_bits(module, flags):
-    found = []
-    for devices, axes in ((2, "data=2"), (4, "data=2,fsdp=2")):
-        built = module.build(parse(module.Config, flags.split()))
-        layout = Layout.parse(axes, built.layout)
-        built = dataclasses.replace(built, layout=layout)
-        mesh = build.make_experiment_mesh(built, jax.devices()[:devices])
-        state = build.make_state(built, mesh)
-        step = build.compile_train(built, state, mesh)
-        with built.train_batches(0, build.stream_shardings(built, mesh)) as batches:
-            for _ in range(3):
-                state, _ = step(state, next(batches))
-        found.append(digest(state))
-    assert found[0] == found[1]
+    two, four = (run(module, flags, axes) for axes in ("data=2", "data=2,fsdp=2"))
+    assert two == four
+
+
+def run(module, flags, axes):
+    """Digests of the state, of the metrics of three steps and of an evaluation."""
+    return list(map(digest, trained(module, flags, axes)))
+
+
+CUTS = f"{TEXT} --seq-len 16 --data {pathlib.Path(__file__).parent} --held-out-bytes 2000"
+CUTS += " --dropout 0.1 --optimizer.clip-norm 0.1 --pipeline.microbatches 2"
+MIXTURE = "--experts 4"
 
 
 @pytest.mark.slow
-def test_models_of_a_users_own_have_the_same_bits_on_sixteen_devices():
-    """Random losses and optax chains; tests/workers/exact_users.py says which."""
-    program = pathlib.Path(__file__).parents[1] / "workers" / "exact_users.py"
-    seeds = list(map(str, range(6)))
-    done = subprocess.run([sys.executable, program, *seeds], capture_output=True, text=True)
-    assert done.stdout.split("\n")[:-1] == [f"{seed} equal" for seed in seeds], done.stderr[-2000:]
+@pytest.mark.parametrize(
+    ("cut", "flags"),
+    [
+        ("pipe=2", ""),
+        ("pipeline.schedule=interleaved,pipeline.virtual=2,pipe=2", "--layers 4 --precision bf16"),
+        ("expert=2", MIXTURE),
+        ("expert=2,dispatch=exchange", MIXTURE),
+        ("pipe=2,expert=2", MIXTURE),
+    ],
+)
+def test_pipelines_and_experts_have_the_bits_of_the_same_cut(cut, flags):
+    others = "data=2" if "pipe=2,expert=2" in cut else "data=2,fsdp=2,zero=1"
+    alone, more = (run(gpt, f"{CUTS} {flags}", f"{axes},{cut}") for axes in ("data=1", others))
+    assert alone == more
+
+
+@pytest.mark.slow
+def test_what_is_dropped_in_a_pipeline_of_grains_is_what_an_ordinary_step_drops():
+    for_loss = CUTS.replace("--exact 4", "--exact {}")
+    (_, ordinary, _), (_, exact, _) = (
+        trained(gpt, for_loss.format(n), "data=2,pipe=2") for n in (0, 4)
+    )
+    for own, other in zip(exact, ordinary, strict=True):
+        np.testing.assert_allclose(own["loss"], other["loss"], rtol=2e-6)
+        np.testing.assert_allclose(own["grad_norm"], other["grad_norm"], rtol=1e-4)
 
 
 def test_gradients_are_those_of_an_ordinary_step():
@@ -207,7 +212,6 @@ def test_the_tree_is_the_same_however_it_is_cut():
         (lambda: grains_of_a_device(8, 4, 4), "`accumulate` of at most 2"),
         (lambda: Layout(exact=8, gather="layer"), "gather.*exact"),
         (lambda: Layout(exact=8, offload_optimizer=True), "offload_optimizer.*exact"),
-        (lambda: Layout(exact=8, mesh=MeshShape(pipe=2)), "'pipe' has size 2 and `exact`"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(make, match):

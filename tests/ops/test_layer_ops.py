@@ -20,7 +20,7 @@ from jaxtrain.ops.activations import (
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
-from jaxtrain.sharding.row_keys import draws_otherwise
+from jaxtrain.sharding.row_keys import draws_otherwise, microbatch_keys
 
 EPS = 1e-5
 
@@ -194,3 +194,15 @@ def test_a_function_of_a_users_that_is_named_as_ours_does_not_draw_by_row():
     assert draws(lambda key, x: jax.vmap(lambda x: drop(x, 0.5, key))(x))
     assert draws(lambda key, x: jax.vmap(lambda x, k: drop(x, 0.5, k))(x, jax.random.split(key, 4)))
     assert draws(lambda key, x: drop(x.T, 0.5, key))
+
+
+def test_microbatches_of_a_part_drop_what_the_whole_batch_does():
+    """Parts are runs of rows, as grains are, and their microbatches every second row."""
+    rng, x = jax.random.key(3), jnp.ones((16, 8))
+    dropped = lambda key, rows: drop(jnp.ones((rows, 8)), 0.5, key)  # noqa: E731
+    part, _ = microbatch_keys(lambda key: dropped(key, 4), rng, 4, rows=4, in_order=True)
+    for i in range(4):
+        key, _ = microbatch_keys(lambda key: dropped(key, 2), part(i), 2, rows=2)
+        for j in range(2):
+            expected = drop(x, 0.5, rng)[4 * i + j : 4 * i + 4 : 2]
+            np.testing.assert_array_equal(dropped(key(j), 2), expected)
