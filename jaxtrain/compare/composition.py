@@ -90,7 +90,9 @@ def _by_capability(apart: list[set[str]]) -> Iterator[str]:
 
 
 def _commits(kept: Results) -> str:
-    return ", ".join(sorted({x.commit for x in kept.values()}))
+    """The commits at which pairs were tried, or how many of them."""
+    found = sorted({x.commit for x in kept.values()})
+    return ", ".join(found) if len(found) < 5 else f"{len(found)} commits (each pair has its own)"
 
 
 def _counted(kept: Results) -> str:
