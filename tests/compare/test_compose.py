@@ -98,6 +98,16 @@ def test_a_cell_says_what_came_of_it(found, outcome, text, monkeypatch):
     assert (cell.outcome, cell.text) == ("needs", "a GPU")
 
 
+def test_the_second_batch_of_a_growing_store_has_text_that_was_appended():
+    cell = of("growing store", "fsdp")
+    assert "--data STORE " in cell.command
+    marks = compose._experiment([cell]).data.watermarks
+    assert [marks.at(step).parts for step in range(3)] == [0, 1, 1]
+    assert of("growing store", "mixture, two held-out sets") is None  # it is of one store
+    (refused,) = compose.compose([of("growing store", "private training")])
+    assert (refused.outcome, "--grow-every is 1" in refused.text) == ("refused", True), refused
+
+
 def test_an_optimizer_that_meshes_change_is_found_beside_one_that_they_do_not():
     def by_devices(updates, state, params=None):
         return jax.tree.map(lambda g: -g * jax.sharding.get_abstract_mesh().size, updates), state
