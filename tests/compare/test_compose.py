@@ -1,14 +1,17 @@
 """The composition table: its entries, its outcomes, and a real cell from flags to page."""
 
 import dataclasses
+import importlib
 import pathlib
+import typing
 
 import jax
 import optax
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.compare import compose, composition
-from jaxtrain.compare.capabilities import capabilities, together
+from jaxtrain.compare.capabilities import BASES, capabilities, together
 from jaxtrain.layout import Layout
 from jaxtrain.run.options import OptimizerOptions
 from tests import commands
@@ -34,6 +37,13 @@ def test_every_switch_of_a_layout_and_every_flag_of_the_optimizer_has_an_entry()
     (chain,) = OptimizerOptions.__bases__
     flags = {f"--optimizer.{x.name.replace('_', '-')}" for x in dataclasses.fields(chain)}
     assert not {x for x in flags if x[12:].replace("-", "_") not in NUMBERS} - given
+
+
+@pytest.mark.parametrize("module", BASES)
+def test_no_flag_of_an_experiment_hides_one_that_all_have(module):
+    own = typing.get_type_hints(importlib.import_module(module).Config)
+    every = typing.get_type_hints(jt.Config)
+    assert {name: own[name] for name in every} == every
 
 
 def test_alternatives_are_no_pair_and_meshes_are_joined():
