@@ -267,3 +267,50 @@ def test_a_run_and_a_store_in_googles_storage(tmp_path, texts, expected, monkeyp
         code += "print(json.dumps(saved('gs://bucket/run')))"
         (printed,) = together([[sys.executable, "-c", code]], cwd=os.getcwd())
         assert json.loads(printed.splitlines()[-1]) == json.loads(json.dumps(expected))
+
+
+def test_images_rows_and_weights_are_read_through_throttling_and_weights_written(
+    s3, tmp_path, texts, monkeypatch
+):
+    """Each run in S3 has the bits of the one whose folders lie on a disk."""
+    pytest.importorskip("PIL", reason="needs Pillow: pip install 'jaxtrain[vision]'")
+    import numpy as np
+    from PIL import Image
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for n in range(40):
+        folder = tmp_path / "images" / "abc"[n % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(n).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{n}.png")
+    rows = [json.dumps({"prompt": f"{n}", "completion": f"{n + 1}"}) for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    whole = ("--model", "gpt2-124m", "--data", texts, "--run-dir", f"{tmp_path}/begun")
+    begun = train(tmp_path, "begun", *whole)
+    assert begun.code() == 0, begun.errors
+    proxy = Proxy(s3)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
+    places = {"near": f"{tmp_path}", "far": "s3://bucket"}
+    for place in places.values():
+        made = ["-m", "jaxtrain", "export", "--run", f"{tmp_path}/begun", "--out", f"{place}/model"]
+        exported = Process([*made, "--max-shard-gb", "1e-5"], tmp_path, "exported")
+        assert exported.code() == 0, exported.errors
+    bucket = fsspec.filesystem("s3")
+    for name in ("images", "rows.jsonl"):
+        bucket.put(f"{tmp_path}/{name}", f"bucket/{name}", recursive=True)
+    found = {}
+    for name, place in places.items():
+        images = ["--data", f"{place}/images", "--decoders", "2", "--steps", "30"]
+        images = ["-m", "experiments.vision", *images, "--save-every", "30", "--global-batch", "4"]
+        seen = Process([*images, "--run-dir", f"{tmp_path}/images-{name}"], tmp_path, name)
+        assert seen.code() == 0, seen.errors
+        tune = ["--init-from", f"{place}/model", "--data", f"{place}/rows.jsonl"]
+        tune += ["--chat-template", "plain", "--tokenizer", "bytes", *FLAGS[6:]]
+        tune = ["-m", "experiments.gpt", *tune, "--run-dir", f"{tmp_path}/tuned-{name}"]
+        tuned = Process(tune, tmp_path, f"tuned-{name}")
+        assert tuned.code() == 0, tuned.errors
+        found[name] = [saved(f"{tmp_path}/{each}-{name}") for each in ("images", "tuned")]
+    proxy.shutdown()
+    assert found["far"] == found["near"]
+    assert proxy.refused > 5
