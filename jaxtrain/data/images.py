@@ -201,7 +201,7 @@ def images_of(
     for.
 
     Args:
-      sources: files, or the bytes of such.
+      sources: files, on a disk or in a bucket, or the bytes of such.
       names: of each, in what is said of it.
     """
     return _Encoded(sources, names, None, shape)
@@ -274,8 +274,9 @@ class _Encoded:
             raise ValueError(
                 f"{name} has no bytes of an image: the column is of bytes, or of structs with bytes"
             )
+        source = io.BytesIO(source) if isinstance(source, bytes) else _content(source)
         try:
-            opened = pillow.Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+            opened = pillow.Image.open(source)
             opened.load()
         # Decoders raise what they like; the system's own errors are the loader's to judge.
         except Exception as error:
@@ -335,7 +336,7 @@ def _block_cache(folder: str, key: str) -> BlockCache:
     return BlockCache(as_path(folder), key)
 
 
-def _content(path: Path) -> Any:
+def _content(path: str | os.PathLike[str]) -> Any:
     """What opens a file: its path, or the bytes of one in a bucket."""
     return io.BytesIO(read_object(path)) if is_remote(path) else path
 

@@ -282,3 +282,12 @@ def test_images_in_a_bucket_are_those_of_a_disk_and_are_read_once(
         monkeypatch.setattr(s3, "cat_file", None)  # all that was read lies on the disk
         np.testing.assert_array_equal(other.batch(1)["image"], one.batch(1)["image"])
         assert pickle.loads(pickle.dumps(far.train))[0].keys() == near.train[0].keys()
+
+
+def test_a_file_in_a_bucket_is_an_image(kinds, pixels):
+    with memory_s3.installed():
+        fsspec.filesystem("s3").pipe_file("s3://b/0.png", png(pixels[0]))
+        (found,) = images.images_of(["s3://b/0.png"], ["a"], (8, 8, 3))
+        np.testing.assert_array_equal(found, pixels[0])
+        with pytest.raises(FileNotFoundError):
+            images.images_of(["s3://b/1.png"], ["a"], (8, 8, 3))[0]
