@@ -237,6 +237,36 @@ def test_two_processes_write_their_parts_and_read_each_others(s3):
     assert len(chunks) == 4 + 1
 
 
+# Images and weights, which a process writes to a bucket and a disk, and reads from both.
+BOTH_PLACES = """
+import pathlib, sys
+import fsspec, jax, numpy as np
+from PIL import Image
+from jaxtrain import data, hf
+from jaxtrain.models import decoder
+from jaxtrain.tree import named_leaves
+
+near, far = pathlib.Path(sys.argv[1]), "gs://bucket/both"
+rng = np.random.default_rng(0)
+for n in range(12):
+    path = near / "images" / "ab"[n % 2] / f"{n}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
+fsspec.filesystem("gcs").put(f"{near}/images", "bucket/both/images", recursive=True)
+one, other = (data.open_images(f"{place}/images") for place in (near, far))
+assert one.fingerprint == other.fingerprint
+for a, b in zip(one.train, other.train, strict=True):
+    np.testing.assert_array_equal(a["image"], b["image"])
+config = decoder.DecoderConfig(vocab_size=64, seq_len=8, layers=2, width=16, heads=4)
+params = decoder.init(config, jax.random.key(0))
+hf.save(f"{far}/model", config, params, max_shard_bytes=4000)
+found = named_leaves(hf.open_weights(f"{far}/model"))
+for name, x in named_leaves(params).items():
+    np.testing.assert_array_equal(np.asarray(found[name]), x)
+print("the same")
+"""
+
+
 def test_a_run_and_a_store_in_googles_storage(tmp_path, texts, expected, monkeypatch):
     import gcsfs
 
@@ -257,6 +287,9 @@ def test_a_run_and_a_store_in_googles_storage(tmp_path, texts, expected, monkeyp
         store = ("--data", texts, "--out", "gs://bucket/store", "--workers", "1")
         made = Process(["-m", "jaxtrain", "tokenize", *store], tmp_path, "made")
         assert made.code() == 0, made.errors
+        both = Process(["-c", BOTH_PLACES, str(tmp_path / "both")], tmp_path, "both")
+        assert both.code() == 0, both.errors
+        assert "the same" in both.output
         flags = ("--data", "gs://bucket/store", "--run-dir", "gs://bucket/run", "--auto-resume")
         for attempt in range(5):  # the emulator has no generations, which TensorStore may refuse
             run = train(tmp_path, f"run{attempt}", *flags)
