@@ -73,7 +73,7 @@ class Config(jt.Config):
     mixup: float = 0.0
     """Mix pairs of training images by a share from a Beta distribution with this parameter, and
     draw the label by the share; 0 mixes none."""
-    workers: int = 0
+    decoders: int = 0
     """Processes that decode images; 0 decodes them in the loader's thread."""
 
     steps: int = 400
@@ -120,7 +120,7 @@ def build(config: Config) -> jt.Experiment:
     rows = images.train
     if config.crop or config.flip or config.mixup:
         rows = data.Augmented(rows, config.seed, config.crop, config.flip, config.mixup)
-    rows = data.WorkerRows(rows, config.workers) if config.workers else rows
+    rows = data.WorkerRows(rows, config.decoders) if config.decoders else rows
     config = config.of_rows(rows)
     return config.experiment(
         "vision",
@@ -128,7 +128,7 @@ def build(config: Config) -> jt.Experiment:
         **config.batches_of(rows, images.held_out),
         **make(config, images, **sizes),
         # Where the images lie; what they are has a fingerprint.
-        may_change=dict.fromkeys(("workers", "data", "init_from"), Effect.SAME),
+        may_change=dict.fromkeys(("decoders", "data", "init_from"), Effect.SAME),
         item="images",
         fingerprints={"images": images.fingerprint} | language.origin(config),
         facts={

@@ -158,10 +158,11 @@ def peak_bytes(compiled: Any) -> int:
     total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
     total += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
     placed = jax.tree.leaves(compiled.output_shardings)
-    # The CPU compiler's own figure leaves temporaries out, and others count what is on the host;
-    # another backend may state none.
+    # The CPU compiler's own figure leaves temporaries out, and that of others is of the fuller of
+    # the two memories, the device's and the host's; another backend may state none.
     on_cpu = not placed or next(iter(placed[0].device_set)).platform == "cpu"
-    if on_cpu or sizes.host_argument_size_in_bytes:
+    most_on_host = sizes.host_temp_size_in_bytes > sizes.temp_size_in_bytes
+    if on_cpu or sizes.host_argument_size_in_bytes or most_on_host:
         return total
     return sizes.peak_memory_in_bytes or total
 

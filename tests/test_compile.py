@@ -3,6 +3,7 @@
 import os
 import pathlib
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.compile import _check_compiled, use_compilation_cache
+from jaxtrain.compile import _check_compiled, peak_bytes, use_compilation_cache
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.sharding import overlap
 from jaxtrain.state import local_bytes
@@ -180,6 +181,19 @@ def test_evaluation_reads_the_state_and_leaves_it():
     expected = problems.reference(jax.device_get(state.params), problems.make_batch())[0]
     assert float(loss.means()["loss"]) == pytest.approx(expected, rel=1e-5)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    ("host", "peak", "expected"), [(1024, 1600, 896), (300, 850, 850), (0, 850, 850)]
+)
+def test_a_peak_of_the_hosts_memory_is_not_that_of_a_device(host, peak, expected):
+    """In MiB, of which the first row is what libtpu 0.0.52 says of a v5e."""
+    sizes = {"argument": 320, "output": 256, "temp": 320, "alias": 0, "host_argument": 0}
+    sizes = {f"{name}_size_in_bytes": x for name, x in (sizes | {"host_temp": host}).items()}
+    sizes = types.SimpleNamespace(**sizes, peak_memory_in_bytes=peak)
+    placed = types.SimpleNamespace(device_set=[types.SimpleNamespace(platform="tpu")])
+    compiled = types.SimpleNamespace(memory_analysis=lambda: sizes, output_shardings=[placed])
+    assert peak_bytes(compiled) == expected
 
 
 def test_programs_are_kept_where_the_user_says(tmp_path, monkeypatch):

@@ -5,12 +5,15 @@ A new capability joins by one entry here, or by none: update rules are read off
 optimizer has an entry.
 """
 
+import atexit
 import dataclasses
 import functools
 import itertools
+import json
 import os
 import pathlib
 import shlex
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +24,10 @@ import optax
 
 from jaxtrain.compare import parity, whole_runs
 from jaxtrain.compare.whole_runs import Check
+from jaxtrain.data.growing import Watermarks
+from jaxtrain.data.sources import open_text
+from jaxtrain.data.tokenizers import ByteTokenizer
+from jaxtrain.data.writing import append_store, write_store
 from jaxtrain.engines.compressed import Compress, compressed
 from jaxtrain.engines.plain import Engine, GradientSums, plain
 from jaxtrain.engines.private import private
@@ -54,6 +61,8 @@ MESH = "data=2,fsdp=2,tensor=2"
 # The smallest experiments that have all parts; the text is that of this folder. Layers are scanned
 # on one device too, where a few would be compiled one by one.
 TEXT = str(pathlib.Path(__file__).parent)
+# The name, in flags, of the store that :func:`grown_store` makes.
+STORE = "STORE"
 _ANY = {"--steps": "4", "--global-batch": "16"}
 _ANY |= {"--optimizer.name": "adamw", "--optimizer.warmup-steps": "1"}
 _LAYERS = _ANY | {"--layers": "4", "--width": "16", "--heads": "2", "--scan-unroll": "1"}
@@ -191,6 +200,28 @@ def _tasks() -> Iterator[Capability]:
     yield gpt("packed documents", flags=("--packing", "fit"), called="packing")
     shares = "a=0.5:{0},b=0.5:{0}".format(os.path.relpath(TEXT))
     yield gpt("mixture, two held-out sets", flags=("--data", shares), called="data")
+    flags = ("--data", STORE, "--grow-every", "1")
+    yield gpt("growing store", flags=flags, called="grow.every|watermarks", change=_grows)
+
+
+@functools.cache
+def grown_store() -> str:
+    """Makes a store of this folder's text, with that of another appended; for this process."""
+    folder = tempfile.TemporaryDirectory(prefix="jaxtrain-compose-")
+    atexit.register(folder.cleanup)
+    write_store(open_text(TEXT), ByteTokenizer(), store := os.path.join(folder.name, "store"))
+    append_store(open_text(str(pathlib.Path(TEXT).parent / "finetune")), store)
+    return store
+
+
+def _grows(experiment: Experiment) -> Experiment:
+    """The run began before the part was appended: its second batch is the first with text of it."""
+    marks = experiment.data.watermarks
+    (first,) = Watermarks(marks.store, every=1, begun=0).before(1)
+    log = pathlib.Path(tempfile.mkdtemp(dir=pathlib.Path(marks.store).parent), "log")
+    log.write_text(json.dumps(first))
+    marks.keep(log)
+    return experiment
 
 
 def _models() -> Iterator[Capability]:

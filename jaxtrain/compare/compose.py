@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.compare import parity, side_by_side
-from jaxtrain.compare.capabilities import Capability, Together, together
+from jaxtrain.compare.capabilities import STORE, Capability, Together, grown_store, together
 from jaxtrain.compare.whole_runs import Errors
 from jaxtrain.experiment import Experiment
 from jaxtrain.layout import Layout
@@ -130,9 +130,10 @@ def _experiment(cells: Sequence[Together]) -> Experiment:
     """The experiment of cells that differ in their layouts alone; raises ValueError for a refusal,
     or a flag that it does not have."""
     first, said = cells[0], io.StringIO()
+    flags = [grown_store() if flag == STORE else flag for flag in first.task]
     try:
         with contextlib.redirect_stderr(said):
-            task = load_config(first.module, list(first.task), command="compose")
+            task = load_config(first.module, flags, command="compose")
         experiment = build_experiment(*task)
     except SystemExit:
         unknown = re.search(r"--[\w.-]+", said.getvalue())

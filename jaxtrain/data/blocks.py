@@ -9,6 +9,7 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from etils import epath
 
@@ -18,6 +19,8 @@ from jaxtrain.host.paths import cache_folder, delete_oldest, read_object
 BLOCK_BYTES = 1 << 18
 # Of all that is kept, by all processes of a host; it is never more than half of what was free.
 KEPT_BYTES = 64 << 30
+# Blocks in one request, and requests at a time where more are missing.
+_RUN_BLOCKS, _RUNS = 64, 16
 
 _asked = 0
 
@@ -32,6 +35,10 @@ def crcs(path: pathlib.Path) -> list[int]:
     """Returns the CRC-32 of each block of a file."""
     with open(path, "rb") as file:
         return [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]
+
+
+def _crc(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")
 
 
 class BlockCache:
@@ -57,11 +64,12 @@ class BlockCache:
         self.limit = min(KEPT_BYTES, shutil.disk_usage(self._kept).free // 2)
         self._written = self.limit  # so that the first block makes room
 
-    def read(self, name: str, start: int, stop: int, sums: Sequence[int]) -> bytes:
+    def read(self, name: str, start: int, stop: int, sums: Sequence[int] | int) -> bytes:
         """Returns the bytes of a file from ``start`` to ``stop``.
 
         Args:
-          sums: the CRC-32 of each block of the file.
+          sums: the CRC-32 of each block of the file; or the size of a file whose writer has left
+            none, of which kept blocks have their own.
 
         Raises:
           ValueError: a block is not what was written, twice in a row.
@@ -69,11 +77,13 @@ class BlockCache:
         """
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         found = {n: self._known(name, n, sums) for n in range(first, last)}
-        missing = [n for n, data in found.items() if data is None]
+        missing, runs = [n for n, data in found.items() if data is None], []
         while missing:  # together, what lies together
-            run = [n for at, n in enumerate(missing) if n == missing[0] + at]
-            found |= self._fetch(name, run, sums)
-            missing = missing[len(run) :]
+            runs.append([n for at, n in enumerate(missing[:_RUN_BLOCKS]) if n == missing[0] + at])
+            missing = missing[len(runs[-1]) :]
+        with ThreadPoolExecutor(_RUNS) if len(runs) > 1 else contextlib.nullcontext() as pool:
+            for each in (pool.map if pool else map)(lambda run: self._fetch(name, run, sums), runs):
+                found |= each
         data = b"".join(found[n] for n in range(first, last))
         return data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES]
 
@@ -89,32 +99,44 @@ class BlockCache:
         raise ValueError("it is not what was written (checksum)")
 
     def _path(self, name: str) -> pathlib.Path:
+        if "/" in name or len(name) > 100:
+            name = hashlib.sha256(name.encode()).hexdigest()
         return self._kept / f"{self._key}-{name}"
 
-    def _known(self, name: str, number: int, sums: Sequence[int]) -> bytes | None:
+    def _known(self, name: str, number: int, sums: Sequence[int] | int) -> bytes | None:
         try:
             data = self._path(f"{name}-{number}").read_bytes()
         except OSError:
             return None
+        if isinstance(sums, int):
+            data, own = data[:-4], data[-4:]
+            return data if _crc(data) == own else None
         return data if zlib.crc32(data) == sums[number] else None
 
-    def _fetch(self, name: str, run: list[int], sums: Sequence[int]) -> dict[int, bytes]:
+    def _fetch(self, name: str, run: list[int], sums: Sequence[int] | int) -> dict[int, bytes]:
         global _asked
         _asked += 1
         start, stop = run[0] * BLOCK_BYTES, (run[-1] + 1) * BLOCK_BYTES
         for _ in range(2):  # a read that was torn once says nothing of the file
             data = read_object(self._folder / name, start, stop)
             found = {n: data[at * BLOCK_BYTES :][:BLOCK_BYTES] for at, n in enumerate(run)}
-            if all(zlib.crc32(block) == sums[n] for n, block in found.items()):
+            if isinstance(sums, int):
+                if len(data) == min(stop, sums) - start:
+                    break
+            elif all(zlib.crc32(block) == sums[n] for n, block in found.items()):
                 break
         else:
+            wrong, mend = "checksum", "make the store again"
+            if isinstance(sums, int):
+                wrong, mend = "size", "copy it there again"
             raise ValueError(
-                f"'{self._folder / name}' is damaged (its checksum differs within bytes {start} to "
-                f"{stop}); make the store again"
+                f"'{self._folder / name}' is damaged (its {wrong} differs within bytes {start} to "
+                f"{stop}); {mend}"
             )
         for number, block in found.items():
             with contextlib.suppress(OSError):  # a disk that is full keeps less
-                self._keep(self._path(f"{name}-{number}"), block)
+                own = _crc(block) if isinstance(sums, int) else b""
+                self._keep(self._path(f"{name}-{number}"), block + own)
         return found
 
     def _keep(self, path: pathlib.Path, data: bytes) -> None:

@@ -16,12 +16,22 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.blocks import BlockCache
 from jaxtrain.data.loader import spread
 from jaxtrain.data.masking import MaskedTokens
 from jaxtrain.data.sources import find_files, hash_fraction
 from jaxtrain.host import extras
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.host.paths import exists, is_folder, listed
+from jaxtrain.host.paths import (
+    as_path,
+    exists,
+    is_folder,
+    is_remote,
+    listed,
+    look,
+    read_object,
+    sizes,
+)
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 HELD_OUT = 0.2
@@ -149,9 +159,10 @@ def open_images(path: str | os.PathLike[str], *, size: int | None = None) -> Lab
     A fifth of them is held out, by a hash of the file's name or of the row's number.
 
     Args:
-      path: a folder with a folder of images for each class; a ``.parquet`` file with the columns
-        `image` (of bytes, or as Hugging Face writes it) and `label`, held in memory as it is; or an
-        ``.npz`` of `images` [N, H, W] or [N, H, W, C] and `labels` [N].
+      path: on a disk or in a bucket: a folder with a folder of images for each class; a
+        ``.parquet`` file with the columns `image` (of bytes, or as Hugging Face writes it) and
+        `label`, held in memory as it is; or an ``.npz`` of `images` [N, H, W] or [N, H, W, C] and
+        `labels` [N].
       size: the height and width that files of images are brought to; left out, all must have those
         of the first. All are RGB, unless those of a sample are grey.
 
@@ -162,7 +173,7 @@ def open_images(path: str | os.PathLike[str], *, size: int | None = None) -> Lab
         ones.
       ImportError: Pillow, or for Parquet pyarrow, is not installed.
     """
-    path = Path(path)
+    path = as_path(path)
     if not exists(path):
         raise FileNotFoundError(f"'{path}' does not exist: give a folder, a .parquet or an .npz")
     read = {".parquet": _of_parquet, ".npz": _of_arrays}.get(path.suffix)
@@ -190,7 +201,7 @@ def images_of(
     for.
 
     Args:
-      sources: files, or the bytes of such.
+      sources: files, on a disk or in a bucket, or the bytes of such.
       names: of each, in what is said of it.
     """
     return _Encoded(sources, names, None, shape)
@@ -199,7 +210,7 @@ def images_of(
 def read_images(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray | None]:
     """Reads the arrays of an .npz: `images` [N, H, W, C], and `labels` [N], which it may lack; with
     the errors of :func:`open_images`."""
-    images, *labels = _arrays(Path(path), "images", "labels", needed=1)
+    images, *labels = _arrays(as_path(path), "images", "labels", needed=1)
     if images.ndim not in (3, 4) or any(x.shape != images.shape[:1] for x in labels):
         raise ValueError(
             f"'{path}' has images {images.shape}: they must be [N, H, W] or [N, H, W, C], and "
@@ -263,8 +274,9 @@ class _Encoded:
             raise ValueError(
                 f"{name} has no bytes of an image: the column is of bytes, or of structs with bytes"
             )
+        source = io.BytesIO(source) if isinstance(source, bytes) else _content(source)
         try:
-            opened = pillow.Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+            opened = pillow.Image.open(source)
             opened.load()
         # Decoders raise what they like; the system's own errors are the loader's to judge.
         except Exception as error:
@@ -289,17 +301,50 @@ def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
     classes = tuple(sorted({name.split("/")[0] for name in found}))
     number = {name: label for label, name in enumerate(classes)}
     labels = np.array([number[name.split("/")[0]] for name in found], np.int32)
-    files = [str(path / name) for name in found]
-    images = _Encoded(files, [f"'{file}'" for file in files], size)
+    files, names = [str(path / name) for name in found], [f"'{path / name}'" for name in found]
+    if is_remote(path):  # a listing for each folder, and not a request for each file
+        folders = {name.rpartition("/")[0] for name in found}
+        told = {f"{each}/{n}": size for each in folders for n, size in sizes(path / each).items()}
+        bytes_of = [told[name] for name in found]
+    else:
+        bytes_of = [look(file).size for file in files]
     # Not times nor the folder's own path: a copy elsewhere is the same images.
-    stamp = repr([(name, os.path.getsize(file)) for name, file in zip(found, files, strict=True)])
-    return images, labels, classes, found, stamp
+    stamp = repr([*zip(found, bytes_of, strict=True)])
+    if is_remote(path):
+        files = _InBucket(str(path), hashlib.sha256(stamp.encode()).hexdigest()[:32], found, told)
+    return _Encoded(files, names, size), labels, classes, found, stamp
+
+
+@dataclasses.dataclass(frozen=True)
+class _InBucket:
+    """Files of a folder in a bucket, in order; what was read lies on the disk, within a bound."""
+
+    folder: str
+    key: str
+    names: list[str]
+    sizes: dict[str, int]
+
+    def __getitem__(self, index: int) -> bytes:
+        name = self.names[index]
+        # Not a field, as it cannot go to another process.
+        cache = _block_cache(self.folder, self.key)
+        return cache.read(name, 0, self.sizes[name], self.sizes[name])
+
+
+@functools.cache
+def _block_cache(folder: str, key: str) -> BlockCache:
+    return BlockCache(as_path(folder), key)
+
+
+def _content(path: str | os.PathLike[str]) -> Any:
+    """What opens a file: its path, or the bytes of one in a bucket."""
+    return io.BytesIO(read_object(path)) if is_remote(path) else path
 
 
 def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
     pyarrow = extras.load("reading Parquet needs pyarrow", "text", "pyarrow.parquet")
     try:
-        table = pyarrow.parquet.read_table(path)
+        table = pyarrow.parquet.read_table(_content(path))
     except pyarrow.ArrowException as error:
         raise ValueError(f"'{path}' is cut short or damaged ({error})") from None
     if not {"image", "label"} <= set(table.column_names):
@@ -327,11 +372,12 @@ def _arrays(path: Path, *names: str, needed: int | None = None) -> list[np.ndarr
     """Reads arrays of an .npz, of which the first are images; those beyond ``needed`` it may
     lack."""
     try:
-        with zipfile.ZipFile(path) as packed:
+        content = _content(path)
+        with zipfile.ZipFile(content) as packed:
             size = sum(each.file_size for each in packed.infolist())
         if size > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise ValueError(f"unpacked it is {human_bytes(size)}, of {human_bytes(there)} here")
-        with np.load(path, allow_pickle=False) as arrays:
+        with np.load(content, allow_pickle=False) as arrays:
             kept = [name for name in names[needed:] if name in arrays] if needed else []
             images, *rest = (arrays[name] for name in [*names[:needed], *kept])
     except (ValueError, KeyError, OSError, EOFError, MemoryError, zipfile.BadZipFile) as error:

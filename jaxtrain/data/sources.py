@@ -25,7 +25,7 @@ from etils import epath
 
 from jaxtrain.data.chat import FIELDS, ChatTemplate, forms_of
 from jaxtrain.host import extras, storage
-from jaxtrain.host.paths import as_path, exists, is_file, is_folder, look
+from jaxtrain.host.paths import as_path, exists, file_system, is_file, is_folder, look
 
 HELD_OUT = 0.05
 TEXT_SUFFIXES = (
@@ -391,7 +391,7 @@ def find_files(root: Path, suffixes: tuple[str, ...], *, skip: Collection[str] =
     """
     what = f"the listing of '{root}'"
     if "://" in str(root):
-        return storage.retrying(lambda: sorted(_find_in_bucket(root, root, suffixes)), what)
+        return storage.retrying(lambda: sorted(_find_in_bucket(root, "", suffixes)), what)
     return storage.retrying(lambda: sorted(_find_on_disk(root, suffixes, skip)), what)
 
 
@@ -414,16 +414,17 @@ def _unless_forbidden(error: OSError) -> None:
         raise error
 
 
-def _find_in_bucket(
-    root: epath.Path, folder: epath.Path, suffixes: tuple[str, ...]
-) -> Iterator[str]:
-    for path in folder.iterdir():
-        if path.name.startswith("."):
+def _find_in_bucket(root: epath.Path, below: str, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """By one listing of each folder, and no look at each file."""
+    system, folder = file_system(root / below)
+    for about in system.ls(folder, detail=True):
+        name = about["name"].rstrip("/").removeprefix(folder.rstrip("/")).lstrip("/")
+        if not name or name.startswith("."):  # "" is what some programs write for a folder
             continue
-        if _is_wanted(path.name, suffixes) and is_file(path):
-            yield path.relative_to(root).as_posix()
-        elif is_folder(path):
-            yield from _find_in_bucket(root, path, suffixes)
+        if about["type"] == "directory":
+            yield from _find_in_bucket(root, f"{below}{name}/", suffixes)
+        elif _is_wanted(name, suffixes):
+            yield below + name
 
 
 def _split(

@@ -23,7 +23,7 @@ from jaxtrain.hf.families import family_for
 from jaxtrain.hf.family import ModelConfig
 from jaxtrain.hf.table import by_tensor
 from jaxtrain.hf.weights import check_new
-from jaxtrain.host.paths import check_on_disk, is_file, json_text, read_json
+from jaxtrain.host.paths import as_path, is_file, json_text, read_json
 from jaxtrain.ops.linear import Dora, LowRank
 from jaxtrain.tree import PyTree, is_a, named_leaves, path_name
 
@@ -62,7 +62,7 @@ def save(
       ValueError: a kernel is no dense layer of theirs, or DoRA's of a part of one; the folder is
         not empty.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     check_new(folder)
     chosen = family_for(model, family)
     rows, shapes = chosen.rows_of(model)
@@ -148,8 +148,7 @@ def read(
       FileNotFoundError, ValueError: there is no adapter, it has what LoRA here has not, or a tensor
         for which the model has no place.
     """
-    check_on_disk(folder, "the adapter's folder")
-    folder = Path(folder)
+    folder = as_path(folder)
     if not is_file(folder / CONFIG):
         raise FileNotFoundError(f"there is no {CONFIG} in '{folder}'")
     fields = read_json(folder / CONFIG)

@@ -10,7 +10,7 @@ from jaxtrain.hf import hub, weights
 from jaxtrain.hf.export_command import ExportOptions, run_export
 from jaxtrain.hf.family import INERT, OFF
 from jaxtrain.host import quiet
-from jaxtrain.host.paths import read_json
+from jaxtrain.host.paths import as_path, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ def run_hf(options: HFOptions, rest: list[str]) -> int:
     if isinstance(options.action, ExportOptions):
         return run_export(options.action, rest)
     quiet.start()
-    return _check(Path(hub.local_folder(options.action.folder)))
+    return _check(as_path(hub.local_folder(options.action.folder)))
 
 
 def _check(folder: Path) -> int:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,8 +32,8 @@ class ExportOptions:
     experiments.clip or caption."""
     model: str | None = None
     """In place of a run, a Hugging Face folder, or a name on its hub, ORG/NAME[@REVISION]."""
-    out: Path
-    """Folder to write."""
+    out: str
+    """Folder to write; of safetensors it may be in a bucket."""
     format: Literal["safetensors", "stablehlo", "gguf", "onnx"] = "safetensors"
     """safetensors: what from_pretrained of transformers opens. stablehlo: the forward pass as a
     program that jax.export opens, for any number and length of rows, and the weights. gguf: one
@@ -58,7 +57,7 @@ class ExportOptions:
     onto: Literal["dequantized", "original"] = "dequantized"
     """Weights that additions to packed kernels (--quantize) are merged into: those that the run has
     computed with, or those of the model that it began from."""
-    compare_on: Path | None = None
+    compare_on: str | None = None
     """A text that was not trained on: print how far the exported decoder's predictions are from the
     trained one's, before it was merged and rounded, as a KL divergence per token."""
     max_shard_gb: float = weights.SHARD_BYTES / 1e9
@@ -151,7 +150,8 @@ def _check_flags(options: ExportOptions) -> None:
             )
     if not 0 < options.max_shard_gb < float("inf"):  # nor NaN
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0")
-    check_on_disk(options.out, "--out")
+    if options.format != "safetensors":
+        check_on_disk(options.out, f"--out with --format {options.format}")
 
 
 def _of_run(options: ExportOptions) -> _Source:
@@ -199,7 +199,7 @@ def _of_model(name: str) -> _Source:
     if exists(as_path(folder) / "checkpoints"):
         raise ValueError(f"--model is {folder}, which is a run: give it as --run")
     family, model = weights.read_model(folder)
-    theirs, files = read_json(Path(folder) / "config.json"), trained.beside(folder)
+    theirs, files = read_json(as_path(folder) / "config.json"), trained.beside(folder)
     kept = (*weights.SPECIAL_TOKENS, "id2label", "label2id")
     fields = {name: theirs[name] for name in kept if name in theirs}
     for each in (trained.TOKENIZER_FILE, weights.PREPROCESSOR):
@@ -209,13 +209,13 @@ def _of_model(name: str) -> _Source:
     return _Source(model, params, {"family": family.name}, fields, files, None)
 
 
-def _tokens(path: Path, model: trained.Model, tokenizer: Any) -> np.ndarray:
+def _tokens(name: str, model: trained.Model, tokenizer: Any) -> np.ndarray:
     if not isinstance(model, DecoderConfig):
-        raise ValueError(f"--compare-on is {path}: it is for decoders, and the run has none")
-    if not is_file(path):
-        raise ValueError(f"--compare-on is {path}, which is no file: give a text")
+        raise ValueError(f"--compare-on is {name}: it is for decoders, and the run has none")
+    if not is_file(path := as_path(name)):
+        raise ValueError(f"--compare-on is {name}, which is no file: give a text")
     if not len(tokens := tokenizer.encode(path.read_text())):
-        raise ValueError(f"--compare-on is {path}, which is empty: give a text")
+        raise ValueError(f"--compare-on is {name}, which is empty: give a text")
     return tokens
 
 

@@ -6,9 +6,10 @@ in it is executed, and of its bytes no more is read than is asked for. bfloat16 
 """
 
 import dataclasses
+import functools
+import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.host.paths import is_file, json_text, listed, read_json
+from jaxtrain.data.blocks import BlockCache
+from jaxtrain.host.paths import is_file, is_remote, json_text, listed, look, read_json
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 # Of the parts of quantized weights.
@@ -32,7 +34,8 @@ HEADER_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file; ``tensor[slices]`` is a view of that part, mapped while it is held."""
+    """A tensor in a file; ``tensor[slices]`` is a view of that part, mapped while it is held. Of a
+    file in a bucket it is read by ranges, whole rows, which are kept on the disk within a bound."""
 
     path: Path
     name: str
@@ -54,14 +57,23 @@ class Tensor:
     @property
     def stored(self) -> np.ndarray:
         """All of it, parts of quantized weights too, mapped while it is held."""
-        return self._mapped(PARTS.get(self.code) or self.dtype)
+        return self._part(PARTS.get(self.code) or self.dtype, ...)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        return self._mapped(self.dtype)[index]
+        return self._part(self.dtype, index)
 
-    def _mapped(self, dtype: np.dtype) -> np.ndarray:
-        there = np.memmap(self.path, dtype, "r", self.offset, self.shape or (1,))
-        return there.reshape(self.shape)
+    def _part(self, dtype: np.dtype, index: Any) -> np.ndarray:
+        if not is_remote(self.path):
+            there = np.memmap(self.path, dtype, "r", self.offset, self.shape or (1,))
+            return there.reshape(self.shape)[index]
+        # Of what lies together the least: whole rows.
+        first, row = 0, math.prod(self.shape[1:]) * dtype.itemsize
+        rows = self.shape[0] if self.shape else 1
+        if isinstance(index, tuple) and index and isinstance(index[0], slice):
+            first, stop, step = index[0].indices(rows)
+            rows, index = max(0, stop - first), (slice(None, None, step), *index[1:])
+        data = _read(self.path, self.offset + first * row, self.offset + (first + rows) * row)
+        return np.frombuffer(data, dtype).reshape((rows, *self.shape[1:])[: len(self.shape)])[index]
 
 
 def tensors_in(folder: Path, stem: str = "model") -> dict[str, Tensor]:
@@ -142,10 +154,10 @@ def write(
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        size = os.fstat(file.fileno()).st_size
-        text = file.read(length) if length <= min(size, HEADER_BYTES) else b""
+    size = look(path).size
+    length = int.from_bytes(_read(path, 0, min(8, size)), "little")
+    whole = length <= min(size - 8, HEADER_BYTES)
+    text = _read(path, 8, 8 + length) if whole else b""
     try:
         header = json.loads(text, object_pairs_hook=_object)
         header.pop("__metadata__", None)
@@ -158,6 +170,23 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     if (*starts, size - 8 - length) != (0, *ends):  # as the reference library demands
         raise ValueError(f"'{path}' is damaged: tensors overlap, leave a hole or end early")
     return found
+
+
+def _read(path: Path, start: int, stop: int) -> bytes:
+    if not is_remote(path):
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+    cache, size = _cache_of(path)
+    return cache.read(path.name, start, stop, size)
+
+
+@functools.cache
+def _cache_of(path: Path) -> tuple[BlockCache, int]:
+    """What keeps the blocks of a file in a bucket, and its size; another where the file is."""
+    found = look(path)
+    key = hashlib.sha256(f"{path} {found.size} {found.changed}".encode()).hexdigest()[:32]
+    return BlockCache(path.parent, key), found.size
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

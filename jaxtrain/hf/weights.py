@@ -1,7 +1,7 @@
 """Hugging Face folders (config.json and safetensors) as our models, and back, bit for bit.
 
 Reading opens files and copies nothing: parameters are :class:`~jaxtrain.hf.table.Weight`, of which
-``init_state(params=)`` and :func:`load` read the slices of each device.
+``init_state(params=)`` and :func:`load` read the slices of each device. Folders may be in a bucket.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jaxtrain.hf.families import family_for, family_of
 from jaxtrain.hf.family import Family, ModelConfig
 from jaxtrain.hf.quantized import config_of, dequantized, encoded, read_format
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
-from jaxtrain.host.paths import check_on_disk, exists, is_file, json_text, listed, read_json
+from jaxtrain.host.paths import as_path, exists, is_file, json_text, listed, read_json
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import Kind, Packed, pack
@@ -53,13 +53,13 @@ def family_name(folder: str | Path) -> str:
 def group_of(folder: str | Path, kind: Kind) -> int | None:
     """Returns how many inputs share a scale in a folder of codes as those of ``kind``; None where
     all do, or where its codes are others."""
-    format = read_format(read_json(Path(folder) / "config.json").get("quantization_config"))
+    format = read_format(read_json(as_path(folder) / "config.json").get("quantization_config"))
     return format.group if format is not None and kind == f"int{format.bits}" else None
 
 
 def special_tokens(folder: str | Path) -> dict[str, Any]:
     """Returns what a folder's config.json says of tokens that begin, end and pad a text."""
-    theirs = read_json(Path(folder) / "config.json")
+    theirs = read_json(as_path(folder) / "config.json")
     return {name: theirs[name] for name in SPECIAL_TOKENS if name in theirs}
 
 
@@ -70,7 +70,7 @@ def pixels(folder: str | Path) -> dict[str, Any] | None:
     Raises:
       ValueError: it says something else of pixels.
     """
-    path = Path(folder) / PREPROCESSOR
+    path = as_path(folder) / PREPROCESSOR
     theirs = read_json(path) if is_file(path) else {"do_normalize": False}
     if not theirs.get("do_normalize", True):
         return None
@@ -127,7 +127,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
     >>> open_weights(folder)["blocks"]["attn"]["q"]["kernel"].shape
     (1, 8, 8)
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     family, own = read_model(folder)
     config = config or own
     rows, shapes = family.rows_of(config)
@@ -248,7 +248,7 @@ def save(
         processes, has another shape than the config says, or a dtype that no file has, or cannot be
         quantized so; a value is infinite in the file's dtype, which leaves the folder unfinished.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     chosen = family_for(config, family)
     theirs = chosen.config_json(config)
     check_new(folder)
@@ -372,7 +372,7 @@ def check(folder: str | Path) -> Iterator[Checked]:
     Raises:
       As :func:`open_weights`, and ValueError where config.json does not come back.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     family, config = read_model(folder)
     weights = named_leaves(open_weights(folder))
     tensors = _named_as(family, config, folder)
@@ -401,7 +401,7 @@ def not_read(folder: str | Path) -> list[str]:
     rows, shapes = family.rows_of(config)
     sizes = {path: leaf.shape for path, leaf in named_leaves(shapes).items()}
     names = {name for path, row in rows.items() for name in row.names(*sizes[path])}
-    tensors = _named_as(family, config, Path(folder))
+    tensors = _named_as(family, config, as_path(folder))
     return sorted(tensors.keys() - names)
 
 
@@ -445,8 +445,7 @@ def _tensors(
 
 def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:
     """Returns the family and the config of a folder's model."""
-    check_on_disk(folder, "the Hugging Face folder")
-    path = Path(folder) / "config.json"
+    path = as_path(folder) / "config.json"
     if not is_file(path):
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
     theirs = read_json(path)

@@ -333,17 +333,18 @@ def split_memory(
         parts["optimizer_state"] = local_bytes(state.opt_state)
         parts["other_state"] -= parts["parameters"] + parts["optimizer_state"]
     parts["batch"] = local_bytes(shapes_on(shapes, train.batch_shardings))
-    peak = train.memory_bytes
+    peak, sizes = train.memory_bytes, train.compiled.memory_analysis()
     rest = max(0, peak - sum(parts.values()))
     kept = min(rest, kept_bytes)
     return Memory(
         **parts,
         activations=kept,
         temporaries=rest - kept,
-        program=train.compiled.memory_analysis().generated_code_size_in_bytes,
+        program=sizes.generated_code_size_in_bytes,
         peak=peak,
         limit=chip.memory_bytes,
         host=host_bytes(state),
+        host_temporaries=sizes.host_temp_size_in_bytes,
     )
 
 

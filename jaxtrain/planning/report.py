@@ -35,6 +35,7 @@ class Memory:
       peak: all of the above except the program, at the fullest moment.
       limit: what the device has; None where it is not known.
       host: bytes in the memory of the host that belong to this device's part of the state.
+      host_temporaries: more bytes there at the fullest moment, such as offloaded activations.
     """
 
     parameters: int
@@ -47,6 +48,7 @@ class Memory:
     peak: int
     limit: int | None
     host: int = 0
+    host_temporaries: int = 0
 
     @property
     def needed(self) -> int:
@@ -283,9 +285,10 @@ def _memory(plan: Plan) -> Table:
         table.add_row(name, f"{size:,}", human_bytes(size))
     table.add_row("peak", f"{memory.peak:,}", human_bytes(memory.peak), style="bold")
     table.add_row("program", f"{memory.program:,}", human_bytes(memory.program))
-    if memory.host:
-        name = "optimizer state on the host"
-        table.add_row(name, f"{memory.host:,}", human_bytes(memory.host))
+    on_host = {"optimizer state": memory.host, "temporaries": memory.host_temporaries}
+    for name, size in on_host.items():
+        if size:
+            table.add_row(f"{name} on the host", f"{size:,}", human_bytes(size))
     if memory.limit is not None:
         table.add_row("the device has", f"{memory.limit:,}", human_bytes(memory.limit))
     return table

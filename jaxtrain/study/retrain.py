@@ -27,6 +27,7 @@ from jaxtrain.hf.opening import ModelOptions
 from jaxtrain.host import exit_codes
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, exists, is_remote, read_if_there, write_whole
+from jaxtrain.host.signals import SignalWatch
 from jaxtrain.planning.targets import stay_on_cpu
 from jaxtrain.run.folder import PROMOTED, RETRAININGS, WATERMARKS
 from jaxtrain.run.main import load_config
@@ -103,12 +104,19 @@ def run_retrain(options: RetrainOptions, rest: list[str]) -> int:
     line = [sys.executable, "-m", options.experiment, "--init-from", best, *flags]
     line += ["--run-dir", str(run_dir), "--auto-resume"]
     print(f"training     {shlex.join(line[1:])}", flush=True)
-    if code := subprocess.run(line, check=False).returncode:
+    if code := _trained(line):
         return exit_codes.of_run([code])
     changes = compare(before, _alone(str(run_dir), texts, size))
     promote, why = verdict(changes, may_forget=options.may_forget)
     told |= {"run": str(run_dir), "promoted": promote, "changes": changes, "why": why}
     return _decided(folder, history, told)
+
+
+def _trained(line: Sequence[str]) -> int:
+    """Runs a training to its end and returns its exit code; a request to end is handed on to it, so
+    that it saves first."""
+    with subprocess.Popen(line) as training, SignalWatch(training.send_signal):
+        return training.wait()
 
 
 def _next_run(folder: epath.Path, name: str, decided: set[str | None]) -> epath.Path:

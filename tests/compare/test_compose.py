@@ -1,14 +1,17 @@
 """The composition table: its entries, its outcomes, and a real cell from flags to page."""
 
 import dataclasses
+import importlib
 import pathlib
+import typing
 
 import jax
 import optax
 import pytest
 
+import jaxtrain as jt
 from jaxtrain.compare import compose, composition
-from jaxtrain.compare.capabilities import capabilities, together
+from jaxtrain.compare.capabilities import BASES, capabilities, together
 from jaxtrain.layout import Layout
 from jaxtrain.run.options import OptimizerOptions
 from tests import commands
@@ -34,6 +37,13 @@ def test_every_switch_of_a_layout_and_every_flag_of_the_optimizer_has_an_entry()
     (chain,) = OptimizerOptions.__bases__
     flags = {f"--optimizer.{x.name.replace('_', '-')}" for x in dataclasses.fields(chain)}
     assert not {x for x in flags if x[12:].replace("-", "_") not in NUMBERS} - given
+
+
+@pytest.mark.parametrize("module", BASES)
+def test_no_flag_of_an_experiment_hides_one_that_all_have(module):
+    own = typing.get_type_hints(importlib.import_module(module).Config)
+    every = typing.get_type_hints(jt.Config)
+    assert {name: own[name] for name in every} == every
 
 
 def test_alternatives_are_no_pair_and_meshes_are_joined():
@@ -96,6 +106,16 @@ def test_a_cell_says_what_came_of_it(found, outcome, text, monkeypatch):
         assert [each.outcome for each in compose.compose([of("fsdp", "bf16")])] == ["fault"]
     (cell,) = compose.compose([of("attention by cuDNN", "lamb")])
     assert (cell.outcome, cell.text) == ("needs", "a GPU")
+
+
+def test_the_second_batch_of_a_growing_store_has_text_that_was_appended():
+    cell = of("growing store", "fsdp")
+    assert "--data STORE " in cell.command
+    marks = compose._experiment([cell]).data.watermarks
+    assert [marks.at(step).parts for step in range(3)] == [0, 1, 1]
+    assert of("growing store", "mixture, two held-out sets") is None  # it is of one store
+    (refused,) = compose.compose([of("growing store", "private training")])
+    assert (refused.outcome, "--grow-every is 1" in refused.text) == ("refused", True), refused
 
 
 def test_an_optimizer_that_meshes_change_is_found_beside_one_that_they_do_not():

@@ -2,16 +2,19 @@
 
 import io
 import os
+import pickle
 import shutil
 import sys
 
+import fsspec
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from jaxtrain.data import Augmented, Batches, Images, WorkerRows, open_images
+from jaxtrain.data import Augmented, Batches, Images, WorkerRows, blocks, images, open_images
+from tests import memory_s3
 
 
 @pytest.fixture(scope="module")
@@ -255,3 +258,36 @@ def test_augmented_batches_are_of_the_seed_and_the_step_alone(workers):
     assert not np.array_equal(first["image"], other["image"])
     assert not np.array_equal(np.sort(first["image"], None), np.sort(second["image"], None))
     assert sorted(one.source_index(n) % 6 for n in range(6, 12)) == list(range(6))
+
+
+@pytest.mark.parametrize("name", ["folder", "own.parquet", "arrays.npz"])
+def test_images_in_a_bucket_are_those_of_a_disk_and_are_read_once(
+    kinds, name, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 100)  # of a file of 267 bytes
+    images._block_cache.cache_clear()
+    with memory_s3.installed() as s3:
+        for path in [kinds / name, *(kinds / name).rglob("*")]:
+            if path.is_file():
+                fsspec.filesystem("s3").pipe_file(
+                    f"s3://b/{path.relative_to(kinds)}", path.read_bytes()
+                )
+        near, far = open_images(kinds / name), open_images(f"s3://b/{name}")
+        assert (far.classes, far.fingerprint) == (near.classes, near.fingerprint)
+        one, other = (Batches(x.train, global_batch=8, seed=1) for x in (near, far))
+        for step in range(3):
+            for key, array in one.batch(step).items():
+                np.testing.assert_array_equal(other.batch(step)[key], array, strict=True)
+        monkeypatch.setattr(s3, "cat_file", None)  # all that was read lies on the disk
+        np.testing.assert_array_equal(other.batch(1)["image"], one.batch(1)["image"])
+        assert pickle.loads(pickle.dumps(far.train))[0].keys() == near.train[0].keys()
+
+
+def test_a_file_in_a_bucket_is_an_image(kinds, pixels):
+    with memory_s3.installed():
+        fsspec.filesystem("s3").pipe_file("s3://b/0.png", png(pixels[0]))
+        (found,) = images.images_of(["s3://b/0.png"], ["a"], (8, 8, 3))
+        np.testing.assert_array_equal(found, pixels[0])
+        with pytest.raises(FileNotFoundError):
+            images.images_of(["s3://b/1.png"], ["a"], (8, 8, 3))[0]

@@ -237,6 +237,36 @@ def test_two_processes_write_their_parts_and_read_each_others(s3):
     assert len(chunks) == 4 + 1
 
 
+# Images and weights, which a process writes to a bucket and a disk, and reads from both.
+BOTH_PLACES = """
+import pathlib, sys
+import fsspec, jax, numpy as np
+from PIL import Image
+from jaxtrain import data, hf
+from jaxtrain.models import decoder
+from jaxtrain.tree import named_leaves
+
+near, far = pathlib.Path(sys.argv[1]), "gs://bucket/both"
+rng = np.random.default_rng(0)
+for n in range(12):
+    path = near / "images" / "ab"[n % 2] / f"{n}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
+fsspec.filesystem("gcs").put(f"{near}/images", "bucket/both/images", recursive=True)
+one, other = (data.open_images(f"{place}/images") for place in (near, far))
+assert one.fingerprint == other.fingerprint
+for a, b in zip(one.train, other.train, strict=True):
+    np.testing.assert_array_equal(a["image"], b["image"])
+config = decoder.DecoderConfig(vocab_size=64, seq_len=8, layers=2, width=16, heads=4)
+params = decoder.init(config, jax.random.key(0))
+hf.save(f"{far}/model", config, params, max_shard_bytes=4000)
+found = named_leaves(hf.open_weights(f"{far}/model"))
+for name, x in named_leaves(params).items():
+    np.testing.assert_array_equal(np.asarray(found[name]), x)
+print("the same")
+"""
+
+
 def test_a_run_and_a_store_in_googles_storage(tmp_path, texts, expected, monkeypatch):
     import gcsfs
 
@@ -257,6 +287,9 @@ def test_a_run_and_a_store_in_googles_storage(tmp_path, texts, expected, monkeyp
         store = ("--data", texts, "--out", "gs://bucket/store", "--workers", "1")
         made = Process(["-m", "jaxtrain", "tokenize", *store], tmp_path, "made")
         assert made.code() == 0, made.errors
+        both = Process(["-c", BOTH_PLACES, str(tmp_path / "both")], tmp_path, "both")
+        assert both.code() == 0, both.errors
+        assert "the same" in both.output
         flags = ("--data", "gs://bucket/store", "--run-dir", "gs://bucket/run", "--auto-resume")
         for attempt in range(5):  # the emulator has no generations, which TensorStore may refuse
             run = train(tmp_path, f"run{attempt}", *flags)
@@ -267,3 +300,50 @@ def test_a_run_and_a_store_in_googles_storage(tmp_path, texts, expected, monkeyp
         code += "print(json.dumps(saved('gs://bucket/run')))"
         (printed,) = together([[sys.executable, "-c", code]], cwd=os.getcwd())
         assert json.loads(printed.splitlines()[-1]) == json.loads(json.dumps(expected))
+
+
+def test_images_rows_and_weights_are_read_through_throttling_and_weights_written(
+    s3, tmp_path, texts, monkeypatch
+):
+    """Each run in S3 has the bits of the one whose folders lie on a disk."""
+    pytest.importorskip("PIL", reason="needs Pillow: pip install 'jaxtrain[vision]'")
+    import numpy as np
+    from PIL import Image
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for n in range(40):
+        folder = tmp_path / "images" / "abc"[n % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(n).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{n}.png")
+    rows = [json.dumps({"prompt": f"{n}", "completion": f"{n + 1}"}) for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    whole = ("--model", "gpt2-124m", "--data", texts, "--run-dir", f"{tmp_path}/begun")
+    begun = train(tmp_path, "begun", *whole)
+    assert begun.code() == 0, begun.errors
+    proxy = Proxy(s3)
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
+    places = {"near": f"{tmp_path}", "far": "s3://bucket"}
+    for place in places.values():
+        made = ["-m", "jaxtrain", "export", "--run", f"{tmp_path}/begun", "--out", f"{place}/model"]
+        exported = Process([*made, "--max-shard-gb", "1e-5"], tmp_path, "exported")
+        assert exported.code() == 0, exported.errors
+    bucket = fsspec.filesystem("s3")
+    for name in ("images", "rows.jsonl"):
+        bucket.put(f"{tmp_path}/{name}", f"bucket/{name}", recursive=True)
+    found = {}
+    for name, place in places.items():
+        images = ["--data", f"{place}/images", "--decoders", "2", "--steps", "30"]
+        images = ["-m", "experiments.vision", *images, "--save-every", "30", "--global-batch", "4"]
+        seen = Process([*images, "--run-dir", f"{tmp_path}/images-{name}"], tmp_path, name)
+        assert seen.code() == 0, seen.errors
+        tune = ["--init-from", f"{place}/model", "--data", f"{place}/rows.jsonl"]
+        tune += ["--chat-template", "plain", "--tokenizer", "bytes", *FLAGS[6:]]
+        tune = ["-m", "experiments.gpt", *tune, "--run-dir", f"{tmp_path}/tuned-{name}"]
+        tuned = Process(tune, tmp_path, f"tuned-{name}")
+        assert tuned.code() == 0, tuned.errors
+        found[name] = [saved(f"{tmp_path}/{each}-{name}") for each in ("images", "tuned")]
+    proxy.shutdown()
+    assert found["far"] == found["near"]
+    assert proxy.refused > 5

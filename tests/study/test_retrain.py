@@ -1,8 +1,11 @@
 """Decisions of retraining: what is asked of which model, what is promoted, what is written down."""
 
 import json
+import os
 import shutil
-import subprocess
+import signal
+import sys
+import threading
 import types
 
 import numpy as np
@@ -10,11 +13,13 @@ import pytest
 
 from experiments import gpt
 from jaxtrain import cli, data, fit
+from jaxtrain.host import exit_codes
 from jaxtrain.run.folder import PROMOTED, RETRAININGS
 from jaxtrain.run.options import RunOptions
 from jaxtrain.study import retrain
 from tests.commands import refused
 from tests.commands import run as command
+from tests.waiting import eventually
 
 WORDS = {"a": [b"one", b"two", b"three"], "b": [b"for", b"while", b"lambda"]}
 
@@ -53,12 +58,12 @@ def asked(monkeypatch):
         losses = found.losses[folder.rsplit("/", 1)[-1]]
         return {name: (documents[name], 50 * losses[name] + noise) for name in texts}
 
-    def train(line, check):
+    def train(line):
         found.lines.append(line)
-        return subprocess.CompletedProcess(line, found.code)
+        return found.code
 
     monkeypatch.setattr(retrain, "_alone", alone)
-    monkeypatch.setattr(retrain.subprocess, "run", train)
+    monkeypatch.setattr(retrain, "_trained", train)
     found.documents = documents
     return found
 
@@ -66,6 +71,21 @@ def asked(monkeypatch):
 def written(run):
     lines = [json.loads(line) for line in (run / RETRAININGS).read_text().splitlines()]
     return lines, json.loads((run / PROMOTED).read_text())
+
+
+def test_a_request_to_end_is_handed_on_to_the_training(tmp_path):
+    """Which saves then, and ends with the code after which the same command continues."""
+    ready = tmp_path / "ready"
+    program = "import pathlib, signal, sys, time\n"
+    program += f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({exit_codes.PREEMPTED}))\n"
+    program += f"pathlib.Path({str(ready)!r}).touch()\ntime.sleep(60)"
+
+    def ask():
+        eventually(ready.exists)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=ask).start()
+    assert retrain._trained([sys.executable, "-c", program]) == exit_codes.PREEMPTED
 
 
 def test_a_better_run_is_promoted_and_the_next_begins_with_it(run, asked, tmp_path, capsys):

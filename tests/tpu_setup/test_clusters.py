@@ -238,6 +238,53 @@ def test_the_elastic_manifest_launches_on_whatever_pods_there_are():
     assert all(container[name] == container_of(fixed)[name] for name in same)
 
 
+def test_the_nightly_manifest_appends_every_folder_and_makes_one_decision(tmp_path):
+    manifest, elastic = load("retrain.yaml"), load("job-elastic.yaml")
+    assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "CronJob")
+    nightly = manifest["spec"]
+    fields = {"schedule", "concurrencyPolicy", "startingDeadlineSeconds", "jobTemplate"}
+    assert nightly.keys() == fields  # of batch/v1
+    assert re.fullmatch(r"\d+ \d+ \* \* \*", nightly["schedule"])
+    assert nightly["concurrencyPolicy"] == "Forbid"
+    job = nightly["jobTemplate"]["spec"]
+    whole = copy.deepcopy(load("jobset-gpu.yaml"))
+    whole["spec"]["replicatedJobs"][0]["template"]["spec"] = job
+    assert validate(whole) == []
+    text = json.dumps(elastic["spec"]["podFailurePolicy"]).replace('"train"', '"retrain"')
+    assert job["podFailurePolicy"] == json.loads(text)
+    pod = job["template"]["spec"]
+    (first,), (container,) = pod["initContainers"], pod["containers"]
+    options, rest = cli.parse(container["args"][1:])
+    assert (options.experiment, options.run, options.drift) == (
+        "experiments.gpt",
+        GIVEN["RUN_DIR"],
+        0.1,
+    )
+    mesh = parse(Config, rest).layout.mesh
+    assert mesh.devices == container["resources"]["limits"]["nvidia.com/gpu"]
+    # The shell's line, with what stands for the program and the volume.
+    for name in ("a", "b"):
+        (tmp_path / "new" / name).mkdir(parents=True)
+    (tmp_path / "jaxtrain").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "jaxtrain").chmod(0o755)
+    *shell, line = first["command"]
+    done = subprocess.run(
+        [*shell, line.replace("/data/new", str(tmp_path / "new"))],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    made = [cli.parse(words.split())[0] for words in done.stdout.splitlines()]
+    assert [(each.data, each.out, each.append) for each in made] == [
+        (str(tmp_path / "new" / name), options.data, True) for name in ("a", "b")
+    ]
+    (like,) = elastic["spec"]["template"]["spec"]["containers"]
+    assert pod["volumes"] == elastic["spec"]["template"]["spec"]["volumes"]
+    assert container["volumeMounts"] == like["volumeMounts"]
+    assert [each for each in like["env"] if each["name"] != "NCCL_DEBUG"] == container["env"]
+
+
 def test_other_manifests_follow_the_schemas_of_their_resources():
     jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
     schemas = json.loads(pathlib.Path(__file__).with_name("crd_schemas.json").read_text())
@@ -325,7 +372,7 @@ def test_kubeflow_and_ray_start_the_launcher_on_every_host(name):
     assert config.layout.mesh.dcn_data == hosts
 
 
-@pytest.mark.parametrize("name", [*TRAINING, "serve.yaml", "efa.yaml"])
+@pytest.mark.parametrize("name", [*TRAINING, "serve.yaml", "efa.yaml", "retrain.yaml"])
 def test_the_image_has_the_extras_that_a_manifest_passes(name):
     """By what its lines name; a build line of the Dockerfile has them all, and no unknown one."""
     text = (FOLDER / "kubernetes" / name).read_text()
