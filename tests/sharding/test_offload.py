@@ -51,13 +51,14 @@ def train(name, options, axes, offload, steps=3):
 
 SLOW = pytest.mark.slow
 LAMB = {"skip_spikes": 6.0, "stacked": jt.Stack().axes}
+MUON = {"accumulate": 2, "stacked": jt.Stack().axes}
 
 
 @pytest.mark.parametrize(
     ("name", "options", "axes"),
     [
         ("adamw", {"ema": 0.9}, {"data": 2, "fsdp": 4}),
-        pytest.param("muon", {"accumulate": 2}, {"fsdp": 4, "tensor": 2}, marks=SLOW),
+        pytest.param("muon", MUON, {"fsdp": 4, "tensor": 2}, marks=SLOW),
         pytest.param("lamb", LAMB, {"pipe": 2, "fsdp": 4}, marks=SLOW),
     ],
 )
