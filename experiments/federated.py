@@ -8,6 +8,7 @@ CPU cores. The network is McMahan et al.'s of two hidden layers.
     python -m experiments.federated --federated.partition shards --federated.epochs 5
     python -m experiments.federated --federated.clients 1 --federated.per-round 1  # central
     python -m experiments.federated --data python --federated.partition labels  # GPT, by package
+    python -m experiments.federated --private.noise 1.2 --seed 8191  # private to a client
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import fractions
 import functools
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,8 +27,10 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language, vision
 from jaxtrain import data
+from jaxtrain.engines.private import DRAWN
 from jaxtrain.host.least import check_least
 from jaxtrain.methods.federated import Federated, federated
+from jaxtrain.methods.privacy import private_clients
 from jaxtrain.models import decoder, layers
 from jaxtrain.run import options
 from jaxtrain.sharding.rules import Rules
@@ -82,8 +86,12 @@ def build(config: Config) -> jt.Experiment:
     dealt = data.partition(labels_N, how.partition, **given)
     clients = [own[: config.client_rows] for own in dealt]
     given = {"per_round": how.per_round, "local_batch": config.global_batch}
-    rounds = data.ClientRows(rows, clients, **given)
-    count = how.per_round * rounds.size
+    if config.private.is_on:
+        parts = math.lcm(96, max(1, config.layout.mesh.axes["data"]))
+        given |= {"leaf": DRAWN, "divisor": math.gcd(how.per_round, parts)}
+    kind = data.PoissonClients if config.private.is_on else data.ClientRows
+    rounds = kind(rows, clients, **given)
+    count = rounds.room * rounds.size
     wide = dataclasses.replace(config, global_batch=count).batches_of(rounds, held_out)
     own = fractions.Fraction(sum(map(len, clients)) * how.per_round * how.epochs, len(clients))
     wide["steps_per_epoch"] = len(rows) / own
@@ -92,7 +100,13 @@ def build(config: Config) -> jt.Experiment:
     config = dataclasses.replace(config, global_batch=rounds.local_batch)
     facts = {"clients": about} | fields.pop("facts")
     made = config.experiment("federated", items_per_step=round(own), facts=facts, **wide, **fields)
-    return federated(made, how, local_batch=rounds.local_batch)
+    private = None
+    if config.private.is_on:
+        of = {"clients": len(clients), "drawn": how.per_round, "rounds": made.steps}
+        private, fields = private_clients(config.private, **of)
+        made = made.with_(**fields)
+    how = dataclasses.replace(how, per_round=rounds.room)
+    return federated(made, how, local_batch=rounds.local_batch, private=private)
 
 
 def of_images(config: Config) -> tuple[Any, Any, np.ndarray, dict[str, Any]]:

@@ -17,6 +17,7 @@ from jaxtrain.data.chat import ChatTemplate as ChatTemplate
 from jaxtrain.data.chat import encode_prompt as encode_prompt
 from jaxtrain.data.chat import load_template as load_template
 from jaxtrain.data.clients import ClientRows as ClientRows
+from jaxtrain.data.clients import PoissonClients as PoissonClients
 from jaxtrain.data.clients import partition as partition
 from jaxtrain.data.growing import GrowingRows as GrowingRows
 from jaxtrain.data.growing import Watermarks as Watermarks

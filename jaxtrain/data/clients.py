@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtrain.data.loader import RowSource
+from jaxtrain.data.poisson import each_drawn, room_for
 
 Partition = Literal["iid", "shards", "dirichlet", "labels"]
 # Shards of a client, as McMahan et al. have them.
@@ -78,7 +79,8 @@ class ClientRows:
       per_round: C, at most as many as there are clients.
       local_batch: rows of a client's batch, which divides N; 0 for all that a client has.
 
-    ``size`` is N, the most rows that a client has, filled up to whole batches.
+    ``size`` is N, the most rows that a client has, filled up to whole batches, and ``room`` the
+    number of clients that a batch has places for: C.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class ClientRows:
                 f"`per_round` is {per_round} and {len(clients)} clients have rows: give from 1 to "
                 "as many"
             )
-        self.rows, self.clients, self.per_round = rows, clients, per_round
+        self.rows, self.clients, self.per_round, self.room = rows, clients, per_round, per_round
         most = max(map(len, clients))
         self.local_batch = local_batch or most
         self.size = -(-most // self.local_batch) * self.local_batch
@@ -107,9 +109,11 @@ class ClientRows:
         return rng.choice(len(self.clients), self.per_round, replace=False)
 
     def places(self, clients: Sequence[int]) -> np.ndarray:
-        """Returns the indices of the rows of clients, [C * N], and of zeros behind them."""
-        found_CN = np.full((len(clients), self.size), len(self.rows))
-        for own_N, client in zip(found_CN, clients, strict=True):
+        """Returns the indices of the rows of clients, [C * N], and of zeros behind them; fewer
+        clients than there is room for lie evenly over it, and so over devices."""
+        found_CN = np.full((self.room, self.size), len(self.rows))
+        for number, client in enumerate(clients):
+            own_N = found_CN[number * self.room // len(clients)]
             own_N[: len(self.clients[client])] = self.clients[client]
         return found_CN.reshape(-1)
 
@@ -121,3 +125,44 @@ class ClientRows:
             return int(of_round(position // global_batch)[position % global_batch])
 
         return place
+
+
+class PoissonClients(ClientRows):
+    """The rows of clients that are each in a round by a draw of their own (Poisson sampling), as
+    rounds that are private to a client need (McMahan et al. 2018,
+    https://arxiv.org/abs/1710.06963). ``row[leaf]`` numbers the client of a row, from 1; 0 is
+    padding. Draws are a function of the seed of `Batches` and of the round.
+
+    Args:
+      rows, clients, local_batch: as for :class:`ClientRows`.
+      per_round: the number of clients that a round has on average.
+      leaf: the name of the leaf.
+      divisor: of the clients that a batch has room for.
+
+    Raises:
+      ValueError: a row is of two clients; and when a round is made, more clients are drawn than a
+        batch has room for.
+    """
+
+    def __init__(
+        self, rows: RowSource, clients: Sequence[np.ndarray], *, leaf: str, divisor=1, **given: int
+    ):
+        super().__init__(rows, clients, **given)
+        self.rate = self.per_round / len(clients)
+        self.room, self._leaf = room_for(len(clients), self.rate, divisor), leaf
+        self._owner = np.zeros(len(rows) + 1, np.int32)
+        for number, own in enumerate(clients, 1):
+            if (twice := self._owner[own]).any():
+                raise ValueError(
+                    f"clients {twice.max()} and {number} have a row in common, and a row is of the "
+                    "client that its number says: give each client rows of its own"
+                )
+            self._owner[own] = number
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return super().__getitem__(index) | {self._leaf: self._owner[index]}
+
+    def drawn(self, seed: int, round: int) -> np.ndarray:
+        """Returns the clients of a round, in order."""
+        every = np.arange(len(self.clients))
+        return each_drawn(every, self.rate, seed=seed, step=round, room=self.room)

@@ -44,8 +44,6 @@ class PoissonBatches(Batches):
     def __init__(
         self, source: RowSource, *, examples: int, seed: int, leaf: str, bands=1, divisor=1
     ):
-        from scipy import stats  # a second to import
-
         self.rate = examples * bands / len(source)
         if self.rate > 1:
             raise ValueError(
@@ -53,25 +51,15 @@ class PoissonBatches(Batches):
                 "a smaller global batch, or fewer `private.bands`"
             )
         _check_rows(source)
-        part = math.ceil(len(source) / bands)
-        room = int(stats.binom.isf(_OVERFLOW, part, self.rate)) if self.rate < 1 else part
+        size = room_for(math.ceil(len(source) / bands), self.rate, divisor)
         self._rows, self._bands, self._anew = len(source), bands, hasattr(source, "row_order")
-        self._key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
-        self._drawn = functools.lru_cache(maxsize=8)(self.drawn)
-        size = -(-room // divisor) * divisor
+        self._drawn_by, self._drawn = seed, functools.lru_cache(maxsize=8)(self.drawn)
         super().__init__(_Numbered(source, leaf), global_batch=size, seed=0, shuffle=False)
 
     def drawn(self, step: int) -> np.ndarray:
         """Returns which rows batch `step` has, in the order of the source."""
         rows = np.arange(step % self._bands, self._rows, self._bands)
-        rng = np.random.Generator(np.random.Philox(key=self._key, counter=[0, 0, 0, step]))
-        found = rows[rng.random(len(rows)) < self.rate]
-        if len(found) > self.global_batch:
-            raise ValueError(
-                f"batch {step} draws {len(found)} rows and holds {self.global_batch}, and drawing "
-                "again is another sampling: give another seed"
-            )
-        return found
+        return each_drawn(rows, self.rate, seed=self._drawn_by, step=step, room=self.global_batch)
 
     def source_index(self, position: int) -> int:
         """Returns which row of the numbered source stands at `position`; 0 is padding."""
@@ -80,6 +68,29 @@ class PoissonBatches(Batches):
         if row >= len(found):
             return 0
         return 1 + int(found[row]) + (step * self._rows if self._anew else 0)
+
+
+def room_for(count: int, rate: float, divisor: int = 1) -> int:
+    """Returns the places, a multiple of `divisor`, that one of 10^12 draws exceeds which take each
+    of `count` with the probability `rate`."""
+    from scipy import stats  # a second to import
+
+    room = int(stats.binom.isf(_OVERFLOW, count, rate)) if rate < 1 else count
+    return -(-room // divisor) * divisor
+
+
+def each_drawn(among: np.ndarray, rate: float, *, seed: int, step: int, room: int) -> np.ndarray:
+    """Returns which are drawn in a step, each by itself with the probability `rate`, in order;
+    raises ValueError where they are more than `room`."""
+    key = np.random.SeedSequence(seed).generate_state(2, np.uint64)
+    rng = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, step]))
+    found = among[rng.random(len(among)) < rate]
+    if len(found) > room:
+        raise ValueError(
+            f"batch {step} draws {len(found)} and has {room} places, and drawing again is another "
+            "sampling: give another seed"
+        )
+    return found
 
 
 def _check_rows(source: Any) -> None:

@@ -103,7 +103,8 @@ def by_grains(
             with apart_along(*GATHERED_AXES):
                 with_key = lambda rng: one(whole, None, at(0), rng, loss_scale, frozen=frozen)  # noqa: E731
                 with_key = functools.partial(draws, whole, at(0)) if draws else with_key
-                key, _ = microbatch_keys(with_key, rng, grains, rows=rows, in_order=True)
+                how = {"rows": rows, "place": lambda j: (j * rows, 1)}
+                key, _ = microbatch_keys(with_key, rng, grains, **how)
                 zero = _zero(jax.random.key_data(rng).ravel()[0])
                 sums = _counted(gradient, at, (whole, loss_scale), here, zero)
             return _over_devices(sums, shards)

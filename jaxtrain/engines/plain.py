@@ -76,6 +76,8 @@ class Engine:
         no loss may have that is not row-wise, or has model state.
       by_row: whether it computes the loss of each row alone, so that any loss is row-wise to it and
         draws for a row by its own key. It always runs per device, with weights that are whole.
+      draws_by_row: the promise that what a loss draws by :func:`jaxtrain.ops.numerics.drop` for a
+        row is by the row's number in the whole batch, wherever the engine computes it.
       finish: ``(sums, rng, memory) -> sums``, what is done once per step with the sums of the whole
         batch, wherever they were computed; the memory is then its own.
       check: raises ValueError for a :class:`jaxtrain.Experiment` that it cannot be the engine of.
@@ -87,6 +89,7 @@ class Engine:
     init: Callable[[PyTree], PyTree] | None = None
     by_parts: bool = False
     by_row: bool = False
+    draws_by_row: bool = False
     finish: Callable[..., GradientSums] | None = None
     check: Callable[[Any], None] | None = None
 
@@ -136,7 +139,7 @@ def _plain(loss_fn: LossFn) -> GradientEngine:
 
 
 # Gradients of the whole batch at once.
-plain = Engine(_plain, row_wise=True)
+plain = Engine(_plain, row_wise=True, draws_by_row=True)
 
 
 def run_engine(

@@ -57,19 +57,10 @@ def private(clip: float, noise: float, examples: float, *, bands: int = 1) -> En
       ValueError: a number is out of range; when the step is traced, the model has state, or the
         loss a scale.
     """
-    finite = clip < math.inf or noise == 0
-    if not (clip > 0 and 0 <= noise < math.inf and finite and examples > 0 and bands >= 1):
-        raise ValueError(
-            f"`clip` is {clip}, `noise` {noise}, `examples` {examples}, `bands` {bands}: give "
-            "numbers above 0, and noise with a finite clip alone"
-        )
+    check_numbers(clip, noise, examples=examples, bands=bands)
     first, *rest = square_root(bands)
 
     def add_noise(sums: GradientSums, rng: jax.Array, memory: PyTree) -> GradientSums:
-        def white(name: str, grad: jax.Array) -> jax.Array:
-            own = jax.random.fold_in(jax.random.fold_in(rng, 0), zlib.crc32(name.encode()))
-            return noise * jax.random.normal(own, grad.shape, grad.dtype)
-
         def solved(*given: jax.Array) -> jax.Array:
             *earlier, z = given
             past = sum(c * w for c, w in zip(rest, earlier, strict=True))
@@ -77,7 +68,7 @@ def private(clip: float, noise: float, examples: float, *, bands: int = 1) -> En
 
         grads = sums.grads
         if noise:
-            now = map_named(white, grads)
+            now = white_noise(rng, grads, noise)
             if memory is not None:
                 memory = [jax.tree.map(solved, *memory, now), *memory[:-1]]
                 now = memory[0]
@@ -94,6 +85,28 @@ def private(clip: float, noise: float, examples: float, *, bands: int = 1) -> En
 
     how = {"init": init if bands > 1 else None, "finish": add_noise}
     return Engine(private_gradients, row_wise=True, accumulates=True, by_row=True, **how)
+
+
+def check_numbers(clip: float, noise: float, **counts: float) -> None:
+    """Raises ValueError for a clip, a noise in units of it, or counts that give no guarantee."""
+    finite = clip < math.inf or noise == 0
+    if not (clip > 0 and 0 <= noise < math.inf and finite and min(counts.values()) > 0):
+        told = "".join(f", `{name}` {count}" for name, count in counts.items())
+        raise ValueError(
+            f"`clip` is {clip}, `noise` {noise}{told}: give numbers above 0, and noise with a "
+            "finite clip alone"
+        )
+
+
+def white_noise(rng: jax.Array, like: PyTree, deviation: float) -> PyTree:
+    """Returns normal noise in the shapes of a tree: a leaf's is a function of the key, which is
+    that of one step, and of its path, on every mesh."""
+
+    def white(name: str, x: jax.Array) -> jax.Array:
+        own = jax.random.fold_in(jax.random.fold_in(rng, 0), zlib.crc32(name.encode()))
+        return deviation * jax.random.normal(own, x.shape, x.dtype)
+
+    return map_named(white, like)
 
 
 def square_root(bands: int) -> np.ndarray:
@@ -113,7 +126,7 @@ def _clipped(loss_fn: LossFn, microbatches: int, clip: float) -> GradientEngine:
             what = "the model has state (BatchNorm)" if loss_scale is None else "the loss is scaled"
             raise ValueError(f"{what}, which is of several examples, and no noise hides it; {MEND}")
         training, rest = trainable(params, frozen)
-        numbers_N, rows = _numbered(batch)
+        numbers_N, rows = numbered(batch)
         axes = jax.tree.map(lambda x: 0 if jnp.ndim(x) else None, rows)
 
         def mean(training: PyTree, row: PyTree, number: jax.Array) -> tuple[jax.Array, Any]:
@@ -171,7 +184,7 @@ def _clipped(loss_fn: LossFn, microbatches: int, clip: float) -> GradientEngine:
     return engine
 
 
-def _numbered(batch: PyTree) -> tuple[jax.Array, PyTree]:
+def numbered(batch: PyTree) -> tuple[jax.Array, PyTree]:
     """Returns the numbers of the examples of a batch, and what a loss is given of it."""
     batch = jax.tree.map(jnp.asarray, batch)
     if isinstance(batch, dict) and DRAWN in batch:

@@ -120,7 +120,7 @@ def reduced_once(
       microbatches, how: as for :func:`find_shards`.
     """
     finished = engine.finish or (lambda sums, rng, memory: sums)
-    how |= {"microbatches": microbatches, "may_draw": engine is plain, "by_row": engine.by_row}
+    how |= {"microbatches": microbatches, "may_draw": engine.draws_by_row, "by_row": engine.by_row}
 
     def mapped(params, model_state, batch, rng, loss_scale, frozen=frozenset(), memory=None):
         if (memory is None) != (engine.init is None):

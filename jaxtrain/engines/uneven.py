@@ -3,7 +3,8 @@
 A step waits for its slowest device. Where the parts of the mesh axis ``data`` are of unequal speed,
 the faster ones take more microbatches of the same global batch: each part sums the gradients of
 its own in a loop of its own length, and the sums are reduced once per step. They are those of the
-plain step to rounding, since the weights are summed with them.
+plain step to rounding, since the weights are summed with them, and dropout goes by a row's number
+in the global batch.
 
 All parts hold the rows of the whole batch. The shares are numbers that are given: a program cannot
 measure how long a device takes, and with a clock in it no run could be repeated. Nor can it go on
@@ -24,7 +25,13 @@ from jaxtrain.engines.members import AXIS
 from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain
 from jaxtrain.loss import LossFn
 from jaxtrain.ops.grouped import TRIPS
-from jaxtrain.sharding.placement import free_axes, manual_batch_axes, sizes_are_final
+from jaxtrain.sharding.placement import (
+    apart_along,
+    free_axes,
+    manual_batch_axes,
+    sizes_are_final,
+)
+from jaxtrain.sharding.row_keys import microbatch_keys, row_count
 from jaxtrain.tree import PyTree
 
 
@@ -89,26 +96,31 @@ def uneven(shares: Sequence[float]) -> Engine:
             units = jax.tree.map(lambda x: _units(x, axes, microbatches), batch)
             here = jax.lax.axis_index(axes)
 
+            one = jax.tree.map(lambda x: x[0], units)
+            with_key = lambda rng: alone(params, model_state, one, rng, loss_scale, frozen=frozen)  # noqa: E731
+            of_a_part = microbatches * row_count(one)
+            place = lambda n: (n // microbatches * of_a_part + n % microbatches, microbatches)  # noqa: E731
+
             def add(i: jax.Array, sums: GradientSums) -> GradientSums:
                 number = jnp.asarray(first)[here] + i
                 unit = jax.tree.map(lambda x: x[number], units)
-                part = alone(params, model_state, unit, rng, loss_scale, frozen=frozen)
+                part = alone(params, model_state, unit, key(number), loss_scale, frozen=frozen)
                 grads = jax.tree.map(jnp.add, sums.grads, part.grads)
                 return dataclasses.replace(sums, grads=grads, loss=sums.loss + part.loss)
 
-            one = jax.tree.map(lambda x: x[0], units)
-            shapes = jax.eval_shape(
-                lambda: alone(params, model_state, one, rng, loss_scale, frozen=frozen)
-            )
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            zeros = dataclasses.replace(zeros, model_state=model_state)
-            with jax.named_scope(f"{TRIPS}{microbatches}_of_{size}_{size}"):
-                sums = jax.lax.fori_loop(0, jnp.asarray(counts)[here], add, zeros)
+            # Rows count from 0 in a part, and ``place`` says where that stands.
+            with apart_along(*axes):
+                own = {"rows": row_count(one), "place": place}
+                key, shapes = microbatch_keys(with_key, rng, microbatches, **own)
+                zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes())
+                zeros = dataclasses.replace(zeros, model_state=model_state)
+                with jax.named_scope(f"{TRIPS}{microbatches}_of_{size}_{size}"):
+                    sums = jax.lax.fori_loop(0, jnp.asarray(counts)[here], add, zeros)
             return dataclasses.replace(sums, microbatches=microbatches)
 
         return engine
 
-    return Engine(by_share, row_wise=True, accumulates=True)
+    return Engine(by_share, row_wise=True, accumulates=True, draws_by_row=True)
 
 
 def _units(x: jax.Array, axes: tuple[str, ...], microbatches: int) -> jax.Array:
@@ -142,8 +154,8 @@ def _check(told: str, count: int, size: int, axes: tuple[str, ...], loss_scale: 
     if AXIS not in axes:
         raise ValueError(
             f"`row_shares` is {told} and devices do not run on rows of their own here: the loss "
-            "draws (dropout, attention_dropout) or is not declared a sum over rows, it has model "
-            "state, a weight or a gradient is split over data (ZeRO), rows do not divide, or a "
-            "method has other parameters than the state's (late ones); mend that, or leave "
-            "row_shares out"
+            "draws otherwise than by jaxtrain.ops.numerics.drop or is not declared a sum over "
+            "rows, it has model state, a weight or a gradient is split over data (ZeRO), rows do "
+            "not divide, or a method has other parameters than the state's (late ones); mend that, "
+            "or leave row_shares out"
         )

@@ -9,6 +9,9 @@ gradient of an outer optimizer (FedOpt, Reddi et al. 2021, https://arxiv.org/abs
 clients may be pulled to where they began (FedProx, Li et al. 2020,
 https://arxiv.org/abs/1812.06127).
 
+Rounds may be private to a client: ``private`` clips and adds noise to what clients have moved by
+(:class:`jaxtrain.methods.clipped_clients.ClippedClients`).
+
 Clients lie on the parts of the mesh axis ``data``, and one device computes all of them one after
 another. Sums of whole numbers (``clip``) do not go by an order, so that the mesh changes no bit.
 
@@ -26,7 +29,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtrain.data.clients import Partition
 from jaxtrain.engines.members import each, own_part, split_like
+from jaxtrain.engines.plain import trainable
+from jaxtrain.engines.private import numbered
 from jaxtrain.host.least import check_least
+from jaxtrain.methods.clipped_clients import ClippedClients
 from jaxtrain.methods.meeting import (
     Meeting,
     check_apart,
@@ -42,7 +48,7 @@ from jaxtrain.methods.secure import to_float, to_integers
 from jaxtrain.optim import frozen
 from jaxtrain.sharding.placement import free_axes
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, combine, map_named, named_leaves
+from jaxtrain.tree import PyTree, combine, is_count, map_named, named_leaves, to_accum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +77,9 @@ class Federated(Meeting):
         check_least(self, clients=1, per_round=1, epochs=1, alpha=1e-6, clip=1e-6)
 
 
-def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
+def federated(
+    experiment: Any, how: Federated, *, local_batch: int, private: ClippedClients | None = None
+) -> Any:
     """Returns a :class:`jaxtrain.Experiment` of which a step is a round of clients.
 
     ``params`` of its state are the server's, and the optimizer's state is that which clients begin
@@ -82,6 +90,9 @@ def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
         a round: N places for each, of which those without a row of its own have ``mask`` 0.
       how: the round; ``clients``, ``partition`` and ``alpha`` are for who makes the batches.
       local_batch: B, rows of a client's step.
+      private: what becomes of clients' updates in place of their mean by weight. A batch may have
+        the leaf ``drawn`` of :class:`jaxtrain.data.PoissonClients` then, by which clients draw, and
+        those that it numbers 0 count nothing; ``per_round`` is the number that it has room for.
 
     Raises:
       ValueError: the experiment has a method or model state, keeps averages of parameters, or
@@ -94,35 +105,68 @@ def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
             f"experiment {experiment.name!r} has model state, such as BatchNorm's statistics, and "
             "clients' batches have places without rows: give a model without it"
         )
+    if private is not None and how.clip is not None:
+        raise ValueError(
+            f"`federated.clip` is {how.clip} and training is private: rounded to whole numbers, an "
+            "update may be larger than the noise is for; leave federated.clip out"
+        )
     (rows,) = {x.shape[0] for x in jax.tree.leaves(experiment.data.batch) if x.shape}
     if rows // C % local_batch:
         raise ValueError(
             f"`local_batch` is {local_batch} and a client has {rows // C} places: give a divisor"
         )
 
+    def moving(state: TrainState) -> PyTree:
+        """The parameters that clients move: to no other is noise added."""
+        if private is None:
+            return own_part(state.params, frozen(state.opt_state))
+        counts = set(filter(is_count, named_leaves(state.params)))
+        return trainable(state.params, frozen(state.opt_state) | counts)[0]
+
     def start(state: TrainState) -> TrainState:
         check_averages(state.opt_state)
         if outer is None:
             return state
-        own = own_part(state.params, frozen(state.opt_state))
-        return dataclasses.replace(state, method={"outer": outer.init(own)})
+        return dataclasses.replace(state, method={"outer": outer.init(moving(state))})
 
     def federated(step: Step) -> Step:
         client = client_round(step, epochs=how.epochs, local_batch=local_batch)
 
+        def one(member: tuple[jax.Array, jax.Array], *given: PyTree) -> tuple[PyTree, Any]:
+            key, number = member
+            # Where no device waits for others, clients that are not drawn are not computed.
+            if private is None or free_axes(jax.sharding.get_abstract_mesh()):
+                return client(key, *given)
+            shapes = jax.eval_shape(client, key, *given)
+            zeros = lambda *_: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # noqa: E731
+            return jax.lax.cond(number > 0, client, zeros, key, *given)
+
         def federated_round(state: TrainState, batch: PyTree) -> tuple[TrainState, Any]:
             check_parts("federated.per_round", C)
             key = jax.random.fold_in(state.rng, state.step)
-            keys_C = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(C))
-            params_C, metrics_CK = each(client, keys_C, batch, state, split=True)
-            new = _joined(how, state, params_C, metrics_CK["weight"].sum(1))
+            numbers_C = jnp.arange(C)
+            if private is not None:
+                numbers, batch = numbered(batch)
+                numbers_C = numbers.reshape(C, -1).max(1)
+            keys_C = jax.vmap(functools.partial(jax.random.fold_in, key))(numbers_C)
+            members = keys_C, numbers_C
+            params_C, metrics_CK = each(one, members, batch, state, split=True)
+            before = moving(state)
+            if private is None:
+                new = _joined(how, state, params_C, metrics_CK["weight"].sum(1))
+            else:
+                after_C, _ = split_like(before, params_C)
+                moved_C = to_accum_dtype(jax.tree.map(jnp.subtract, after_C, before))
+                mean, told = private(moved_C, numbers_C > 0, key)
+                new = jax.tree.map(lambda x, u: x + u.astype(x.dtype), before, mean)
             if outer is not None:
-                before, _ = split_like(new, state.params)
                 displaced = jax.tree.map(jnp.subtract, before, new)
                 updates, kept = outer.update(displaced, state.method["outer"], before)
                 new = optax.apply_updates(before, updates)
                 state = dataclasses.replace(state, method={"outer": kept})
             metrics = joined(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), metrics_CK))
+            if private is not None:  # a run may end by the number of steps that are left out
+                metrics |= told | {"skipped": jnp.zeros_like(metrics["skipped"])}
             now = {"step": state.step + 1, "skipped": state.skipped + metrics["skipped"]}
             return dataclasses.replace(state, params=combine(new, state.params), **now), metrics
 
@@ -131,7 +175,8 @@ def federated(experiment: Any, how: Federated, *, local_batch: int) -> Any:
     own = {}
     if how.proximal:
         own["optimizer"] = with_pull(experiment.optimizer, how.proximal)
-    return experiment.with_(method=Method(federated, start=start), **own)
+    check = None if private is None else private.check
+    return experiment.with_(method=Method(federated, start=start, check=check), **own)
 
 
 def client_round(step: Step, *, epochs: int, local_batch: int) -> Any:

@@ -1,6 +1,7 @@
 """Differentially private training: its flags, what they do to an experiment, and its epsilon.
 
-The guarantee is of the parameters after every step, together, for data sets that differ by one row.
+The guarantee is of the parameters after every step, together, for data sets that differ by one row;
+of federated rounds, by one client.
 It is accounted for by privacy loss distributions (Google's dp-accounting) of Gaussian noise on a
 sum over rows that are drawn with probability q in every step; with noise that is correlated over b
 steps, with probability q b in a b-th of the steps (Choquette-Choo et al. 2023,
@@ -17,6 +18,7 @@ import jax
 
 from jaxtrain.engines.private import MEND, private
 from jaxtrain.host import extras
+from jaxtrain.methods.clipped_clients import ClippedClients
 from jaxtrain.methods.method import Method
 from jaxtrain.optim.balance import BIAS, SHARES
 from jaxtrain.optim.masks import resolve
@@ -31,7 +33,7 @@ _RANGES = {"noise": (_LEAST_NOISE, 1e6), "epsilon": (1e-3, 50), "delta": (1e-12,
 
 @dataclasses.dataclass(frozen=True)
 class Private:
-    """Differentially private training (DP-SGD; with bands, DP-FTRL)."""
+    """Differentially private training (DP-SGD; with bands, DP-FTRL; of clients, DP-FedAvg)."""
 
     noise: float | None = None
     """Standard deviation of the noise on a step's sum of gradients, in units of private.clip; left
@@ -39,9 +41,10 @@ class Private:
     epsilon: float | None = None
     """Epsilon after the last step, for which the noise is solved, in place of private.noise."""
     delta: float = 1e-5
-    """Delta of the guarantee, at most 1 over the number of training rows."""
+    """Delta of the guarantee, at most 1 over the number of training rows, or of clients."""
     clip: float = 1.0
-    """Largest norm of the gradient of an example, which is a row; inf clips none."""
+    """Largest norm of the gradient of an example, which is a row, or of what a client of a
+    federated round moves the parameters by; inf clips none."""
     bands: int = 1
     """Number of steps over which noise is correlated and within which no row is drawn twice
     (DP-FTRL); 1 draws it anew in every step (DP-SGD)."""
@@ -127,23 +130,55 @@ def private_fields(given: Private, *, rows: int, examples: int, steps: int) -> d
       ValueError: delta is too large.
       ImportError: the extra ``private`` is not installed.
     """
-    if given.delta * rows > 1:
+    noise, fields = _accounted(given, rows, examples, steps, ("row", "step"))
+    engine = private(given.clip, noise, examples, bands=given.bands)
+    check = functools.partial(check_private, steps=steps)
+    return fields | {"engine": dataclasses.replace(engine, check=check)}
+
+
+def private_clients(
+    given: Private, *, clients: int, drawn: int, rounds: int
+) -> tuple[ClippedClients, dict[str, Any]]:
+    """Returns what makes :func:`jaxtrain.methods.federated.federated` private to a client, and the
+    fields of such an experiment: its epsilon in the logs, and the guarantee.
+
+    Args:
+      given: the flags, with noise or epsilon.
+      clients: of which :class:`jaxtrain.data.PoissonClients` draws.
+      drawn: the number of them that a round draws on average.
+      rounds: of the run.
+
+    Raises:
+      ValueError: delta is too large, or noise is to be correlated.
+      ImportError: the extra ``private`` is not installed.
+    """
+    if given.bands > 1:
         raise ValueError(
-            f"`private.delta` is {given.delta} and there are {rows:,} rows: to publish one of them "
-            "would be private; give at most 1 over their number"
+            f"`private.bands` is {given.bands} and training is private to clients, for which noise "
+            "is drawn anew in each round: leave private.bands out"
         )
-    known = {"rate": examples / rows, "delta": given.delta, "bands": given.bands}
+    noise, fields = _accounted(given, clients, drawn, rounds, ("client", "round"))
+    return ClippedClients(given.clip, noise, drawn, rounds), fields
+
+
+def _accounted(
+    given: Private, count: int, drawn: int, steps: int, words: tuple[str, str]
+) -> tuple[float, dict[str, Any]]:
+    """The noise, and the fields that say what it gives; ``words`` name what is private, a row or a
+    client, and what draws of these."""
+    one, step = words
+    if given.delta * count > 1:
+        raise ValueError(
+            f"`private.delta` is {given.delta} and there are {count:,} {one}s: to publish one of "
+            "them would be private; give at most 1 over their number"
+        )
+    known = {"rate": drawn / count, "delta": given.delta, "bands": given.bands}
     noise = noise_for(given.epsilon, steps, **known) if given.noise is None else given.noise
     after = functools.partial(epsilon_after, noise=noise, **known)
-    told = f"epsilon {after(steps):.3f} at delta {given.delta:g} after {steps:,} steps, for a row "
-    told += f"more or less of {rows:,}, {examples} of which a step draws; clip {given.clip:g}, "
-    told += f"noise {noise:.4g}; void to those who know the seed"
-    engine = private(given.clip, noise, examples, bands=given.bands)
-    return {
-        "engine": dataclasses.replace(engine, check=functools.partial(check_private, steps=steps)),
-        "counts": lambda step: {"privacy/epsilon": after(step)},
-        "guarantee": told,
-    }
+    told = f"epsilon {after(steps):.3f} at delta {given.delta:g} after {steps:,} {step}s, for a "
+    told += f"{one} more or less of {count:,}, {drawn} of which a {step} draws; clip "
+    told += f"{given.clip:g}, noise {noise:.4g}; void to those who know the seed"
+    return noise, {"counts": lambda step: {"privacy/epsilon": after(step)}, "guarantee": told}
 
 
 def check_private(experiment: Any, *, steps: float = math.inf) -> None:

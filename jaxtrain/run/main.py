@@ -25,6 +25,7 @@ import tyro
 from jaxtrain import data
 from jaxtrain.compile import use_compilation_cache
 from jaxtrain.engines.compressed import Compress, compressed
+from jaxtrain.engines.plain import plain
 from jaxtrain.engines.private import DRAWN, private
 from jaxtrain.engines.rounded import rounded
 from jaxtrain.engines.uneven import uneven
@@ -192,7 +193,7 @@ class Config:
         if compress.name is not None:
             engines["compress.name"] = compressed(compress)
         for flag, engine in engines.items():
-            if "engine" in given:
+            if given.get("engine", plain) is not plain:
                 raise ValueError(
                     f"`{flag}` is given and experiment {name!r} has another engine: give one of "
                     "them"
@@ -320,6 +321,9 @@ class Config:
         ):
             if value:
                 raise ValueError(f"`{name}` is {value} and training is private: {why}")
+        if isinstance(rows, data.PoissonClients):  # whose rounds have the noise, not their steps
+            size = {"global_batch": self.global_batch, "seed": self.seed}
+            return data.Batches(rows, **size), {"engine": plain}
         # Rows of a batch divide over what those of a global batch may divide over.
         parts = math.prod(max(1, self.layout.mesh.axes[axis]) for axis in BATCH_AXES)
         divisor = math.gcd(self.global_batch, self.layout.accumulate * math.lcm(96, parts))

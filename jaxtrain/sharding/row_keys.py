@@ -52,20 +52,21 @@ def microbatch_keys(
     microbatches: int,
     *,
     rows: int,
-    in_order: bool = False,
+    place: Callable[[Any], tuple[Any, Any]] | None = None,
 ) -> tuple[Callable, Callable]:
     """Returns a function from the number of a microbatch to its key, and one to a result's shapes.
 
     ``function`` is what is done with the key of one microbatch, or with that of all, which is
     looked at for draws, and ``rows`` are the rows of its batch. A single microbatch has the step's
-    key, ``rng``. Microbatch j of k has rows j, j + k, ..., or, ``in_order``, the j-th run of them.
+    key, ``rng``. Microbatch j of k has rows j, j + k, ...; ``place`` is another function from j to
+    the first row and how far rows are apart.
     """
 
     def ordinary(j: int | jax.Array) -> jax.Array:
         return rng if microbatches == 1 else jax.random.fold_in(rng, j)
 
     def carrying(j: int | jax.Array) -> jax.Array:
-        first, apart = (j * rows, 1) if in_order else (j, microbatches)
+        first, apart = (j, microbatches) if place is None else place(j)
         words = jax.random.key_data(rng)
         if _carries(rng):  # a part of a part
             first, apart = words[2] + words[3] * jnp.uint32(first), words[3] * jnp.uint32(apart)

@@ -9,6 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.compile import compile_step
 from jaxtrain.engines.uneven import microbatches_by_share, uneven
+from jaxtrain.ops.numerics import drop
 from tests import problems
 
 FAST = {"xla_backend_optimization_level": 0}
@@ -60,6 +61,18 @@ def test_unequal_shares_are_the_plain_step_of_one_device(shares, axes):
     agree(found, wanted)
     # Each part has a loop of its own length, by a number that differs among devices.
     assert "partition-id" in found[2].compiled.as_text()
+
+
+def test_dropout_under_shares_is_that_of_the_plain_step_of_one_device():
+    def loss(params, batch, rng):
+        return problems.loss_fn(params, batch | {"x": drop(batch["x"], 0.3, rng)}, rng)
+
+    one = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    wanted = trained(jt.engines.plain.plain, one, loss=loss)
+    mesh = jt.make_mesh(data=2, tensor=2, devices=jax.devices()[:4])
+    agree(trained(uneven((3, 1)), mesh, rules=RULES, loss=loss), wanted)
+    dropped = trained(jt.engines.plain.plain, one)[1]["loss"]
+    assert abs(dropped / wanted[1]["loss"] - 1) > 1e-3
 
 
 def test_a_single_device_takes_all_microbatches():

@@ -200,7 +200,9 @@ def test_microbatches_of_a_part_drop_what_the_whole_batch_does():
     """Parts are runs of rows, as grains are, and their microbatches every second row."""
     rng, x = jax.random.key(3), jnp.ones((16, 8))
     dropped = lambda key, rows: drop(jnp.ones((rows, 8)), 0.5, key)  # noqa: E731
-    part, _ = microbatch_keys(lambda key: dropped(key, 4), rng, 4, rows=4, in_order=True)
+    part, _ = microbatch_keys(
+        lambda key: dropped(key, 4), rng, 4, rows=4, place=lambda j: (4 * j, 1)
+    )
     for i in range(4):
         key, _ = microbatch_keys(lambda key: dropped(key, 2), part(i), 2, rows=2)
         for j in range(2):
