@@ -121,6 +121,7 @@ def test_without_clip_and_noise_it_is_federated_averaging():
     np.testing.assert_allclose(metrics["loss"], told["loss"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_noise_is_added_once_and_anew_in_each_round_on_every_mesh():
     quiet, loud = ClippedClients(CLIP, 0.0, E), ClippedClients(CLIP, 2.0, E)
     how = dataclasses.replace(HOW, outer="sgd")
