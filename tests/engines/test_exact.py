@@ -11,10 +11,12 @@ import pytest
 
 import jaxtrain as jt
 from experiments import bert, gpt, t5, vision
+from jaxtrain import build
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.exact import grains_of_a_device
 from jaxtrain.layout import Layout
 from jaxtrain.models import decoder
+from jaxtrain.run.main import parse
 from jaxtrain.sharding.collectives import tree_sum
 from jaxtrain.step import scan_steps
 from tests import problems
@@ -222,6 +224,16 @@ def test_what_cannot_be_exact_is_refused(make, match):
 def test_a_loss_that_is_no_sum_over_rows_is_refused():
     with pytest.raises(ValueError, match=r"`exact` is 8 .* not declared a sum over rows"):
         jt.build_train_step(problems.loss_fn, problems.record_gradients(), exact=8)
+
+
+@pytest.mark.parametrize("flags", ["--precision fp8 --count-rounding", ""])
+def test_a_pipeline_refuses_what_a_step_without_one_refuses(flags):
+    piped = gpt.build(parse(gpt.Config, f"{CUTS} --mesh.pipe 2 --mesh.data 1 {flags}".split()))
+    if not flags:
+        piped = piped.with_(stages=dataclasses.replace(piped.task.stages, row_wise=False))
+    mesh = build.make_experiment_mesh(piped, jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"`exact` is 4 .*(count_rounding|not declared a sum)"):
+        build.build_step(piped, build.make_abstract_state(piped, mesh), mesh)
 
 
 def test_one_device_is_refused():
