@@ -12,6 +12,7 @@ import pytest
 import jaxtrain as jt
 from experiments import bert, gpt, t5, vision
 from jaxtrain import build
+from jaxtrain.compare import parity
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.exact import grains_of_a_device
 from jaxtrain.layout import Layout
@@ -181,6 +182,15 @@ def test_what_is_dropped_in_a_pipeline_of_grains_is_what_an_ordinary_step_drops(
     for own, other in zip(exact, ordinary, strict=True):
         np.testing.assert_allclose(own["loss"], other["loss"], rtol=2e-6)
         np.testing.assert_allclose(own["grad_norm"], other["grad_norm"], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_parity_compares_an_exact_layout_with_one_device_that_is_not():
+    flags = f"{CUTS} --layers 2 --width 16 --mesh.data 2".replace("--dropout 0.1", "")
+    experiment = gpt.build(parse(gpt.Config, flags.split()))
+    assert experiment.layout.exact == 4
+    (found,) = parity.compare(experiment, layouts=["data=2,pipe=2"], steps=1)
+    assert (found.refusal, found.agrees(parity.TOLERANCE)) == (None, True)
 
 
 def test_gradients_are_those_of_an_ordinary_step():
