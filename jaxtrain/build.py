@@ -35,7 +35,13 @@ from jaxtrain.state import (
     shapes_on,
     train_state_shardings,
 )
-from jaxtrain.step import build_eval_step, build_train_step, build_update, scan_steps
+from jaxtrain.step import (
+    build_eval_step,
+    build_train_step,
+    build_update,
+    check_exact,
+    scan_steps,
+)
 from jaxtrain.tree import PyTree, name_of
 
 
@@ -328,6 +334,8 @@ def _step_that_gathers(
     )
     own = {"policy": experiment.policy, "norms": True, "constrain": constrain_tree(shardings)}
     if layout.exact:
+        whole = loss_from_stages(laid.stages)
+        check_exact(layout.exact, whole, experiment.policy)
         rows, count = row_count(experiment.data.batch), layout.pipeline.microbatches
         if rows % (layout.exact * count):
             raise ValueError(
@@ -335,7 +343,7 @@ def _step_that_gathers(
                 f"grain is cut, and a batch has {rows} rows: use fewer of either, or a global "
                 f"batch that is a multiple of {layout.exact * count}"
             )
-        given = {"cast": experiment.policy.cast_to_compute, "draws": loss_from_stages(laid.stages)}
+        given = {"cast": experiment.policy.cast_to_compute, "draws": whole}
         engine, own["within"] = by_grains(engine, layout.exact, **given), on_pieces
     return build_update(engine, laid.optimizer, **own)
 

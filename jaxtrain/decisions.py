@@ -31,7 +31,7 @@ class Why(enum.Enum):
     """The code of a reason; its value is the sentence. Facts that end in ``bytes`` are sizes."""
 
     BY = "by {name}"
-    GRAINS = "by sums of {grains} grains in one order, and updates of the whole state"
+    GRAINS = "by sums of {grains} grains in one order, and updates alike in all pieces"
     OPTIONS = "by {count} of XLA's options (hide_communication)"
     # Weights are gathered once per step, or layer by layer:
     ASKED = "as asked for"

@@ -113,15 +113,7 @@ def build_train_step(
                 f"`exact` is {exact} and the step has an engine of its own, {name_of(engine)!r}, "
                 "whose sums the mesh decides: leave one of them out"
             )
-        if as_policy(policy).count_rounding:
-            raise ValueError(
-                f"`exact` is {exact} and `count_rounding` True, whose counts grains do not have: "
-                "leave one of them out"
-            )
-        if reason := why_not(loss_fn, has_model_state=has_model_state):
-            raise ValueError(
-                f"`exact` is {exact} and a batch cannot be taken in grains, {reason}: leave it out"
-            )
+        check_exact(exact, loss_fn, policy, has_model_state=has_model_state)
         engine = in_grains(exact, as_policy(policy).cast_to_compute)
     built = build_engine(
         loss_fn,
@@ -134,6 +126,26 @@ def build_train_step(
     )
     own = {"policy": policy, "norms": norms, "constrain": constrain_tree(gradient_shardings)}
     return build_update(built, optimizer, **own, **({"within": on_pieces} if exact else {}))
+
+
+def check_exact(
+    exact: int,
+    loss_fn: Callable[..., Any],
+    policy: Policy | str | None,
+    *,
+    has_model_state: bool = False,
+) -> None:
+    """Raises ValueError where a batch cannot be taken in ``exact`` grains: its loss is not declared
+    a sum over rows, it has model state, or what is rounded is counted."""
+    if as_policy(policy).count_rounding:
+        raise ValueError(
+            f"`exact` is {exact} and `count_rounding` True, whose counts grains do not have: "
+            "leave one of them out"
+        )
+    if reason := why_not(loss_fn, has_model_state=has_model_state):
+        raise ValueError(
+            f"`exact` is {exact} and a batch cannot be taken in grains, {reason}: leave it out"
+        )
 
 
 def build_engine(

@@ -296,7 +296,7 @@ def compare(
 
 def reference_of(experiment: Experiment, steps: int) -> Callable[[int], list[Step]]:
     """Returns what trains on one device with so many microbatches, once for each number."""
-    alone = Layout.parse("", experiment.layout)
+    alone = Layout.parse("exact=0", experiment.layout)  # one device is never exact
     compiled_with = functools.partial(compile_on, experiment, alone)
     return functools.cache(lambda number: run_one_device(compiled_with(number), steps))
 

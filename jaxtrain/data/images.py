@@ -30,7 +30,7 @@ from jaxtrain.host.paths import (
     listed,
     look,
     read_object,
-    sizes,
+    told_of,
 )
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -304,14 +304,17 @@ def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
     files, names = [str(path / name) for name in found], [f"'{path / name}'" for name in found]
     if is_remote(path):  # a listing for each folder, and not a request for each file
         folders = {name.rpartition("/")[0] for name in found}
-        told = {f"{each}/{n}": size for each in folders for n, size in sizes(path / each).items()}
-        bytes_of = [told[name] for name in found]
+        told = {f"{each}/{n}": x for each in folders for n, x in told_of(path / each).items()}
+        bytes_of = [told[name]["size"] for name in found]
     else:
         bytes_of = [look(file).size for file in files]
     # Not times nor the folder's own path: a copy elsewhere is the same images.
     stamp = repr([*zip(found, bytes_of, strict=True)])
     if is_remote(path):
-        files = _InBucket(str(path), hashlib.sha256(stamp.encode()).hexdigest()[:32], found, told)
+        # But what is kept of them is of these very files.
+        key = repr([str(path), *(sorted(told[name].items()) for name in found)])
+        key = hashlib.sha256(key.encode()).hexdigest()[:32]
+        files = _InBucket(str(path), key, found, bytes_of)
     return _Encoded(files, names, size), labels, classes, found, stamp
 
 
@@ -322,13 +325,13 @@ class _InBucket:
     folder: str
     key: str
     names: list[str]
-    sizes: dict[str, int]
+    sizes: list[int]
 
     def __getitem__(self, index: int) -> bytes:
-        name = self.names[index]
+        name, size = self.names[index], self.sizes[index]
         # Not a field, as it cannot go to another process.
         cache = _block_cache(self.folder, self.key)
-        return cache.read(name, 0, self.sizes[name], self.sizes[name])
+        return cache.read(name, 0, size, size)
 
 
 @functools.cache

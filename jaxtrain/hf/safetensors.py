@@ -19,7 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data.blocks import BlockCache
-from jaxtrain.host.paths import is_file, is_remote, json_text, listed, look, read_json
+from jaxtrain.host import storage
+from jaxtrain.host.paths import (
+    file_system,
+    is_file,
+    is_remote,
+    json_text,
+    listed,
+    look,
+    read_json,
+)
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 # Of the parts of quantized weights.
@@ -154,6 +163,7 @@ def write(
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
+    _cache_of.cache_clear()  # a file may have been written again since
     size = look(path).size
     length = int.from_bytes(_read(path, 0, min(8, size)), "little")
     whole = length <= min(size - 8, HEADER_BYTES)
@@ -184,9 +194,10 @@ def _read(path: Path, start: int, stop: int) -> bytes:
 @functools.cache
 def _cache_of(path: Path) -> tuple[BlockCache, int]:
     """What keeps the blocks of a file in a bucket, and its size; another where the file is."""
-    found = look(path)
-    key = hashlib.sha256(f"{path} {found.size} {found.changed}".encode()).hexdigest()[:32]
-    return BlockCache(path.parent, key), found.size
+    system, name = file_system(path)
+    about = storage.retrying(lambda: system.info(name), f"'{path}'")
+    key = hashlib.sha256(repr([str(path), *sorted(about.items())]).encode()).hexdigest()[:32]
+    return BlockCache(path.parent, key), about["size"]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

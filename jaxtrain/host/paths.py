@@ -147,10 +147,15 @@ def sizes(folder: epath.Path | pathlib.Path) -> dict[str, int]:
     if not is_remote(folder):
         with os.scandir(folder) as entries:
             return {entry.name: entry.stat().st_size for entry in entries}
+    return {name: about["size"] or 0 for name, about in told_of(folder).items()}
+
+
+def told_of(folder: epath.Path) -> dict[str, dict[str, Any]]:
+    """Returns what a bucket tells of each file in a folder by its name, none without one: its
+    `size`, and, under names of its own, when it was written or what names that writing."""
     system, path = file_system(folder)
     try:
-        found = system.ls(path, detail=True)
-        return {each["name"].rpartition("/")[2]: each["size"] or 0 for each in found}
+        return {each["name"].rpartition("/")[2]: each for each in system.ls(path, detail=True)}
     except FileNotFoundError:
         return {}
 

@@ -284,6 +284,28 @@ def test_images_in_a_bucket_are_those_of_a_disk_and_are_read_once(
         assert pickle.loads(pickle.dumps(far.train))[0].keys() == near.train[0].keys()
 
 
+def test_images_of_other_folders_and_those_written_again_are_not_taken_for_what_was_read(
+    pixels, tmp_path, monkeypatch
+):
+    """Bitmaps of one shape have the same sizes, as their names are the same here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    images._block_cache.cache_clear()
+
+    def read(folder, first):
+        for n in range(4):
+            packed = io.BytesIO()
+            Image.fromarray(pixels[first + n]).save(packed, "bmp")
+            name = f"s3://b/{folder}/{'ab'[n % 2]}/{n}.bmp"
+            fsspec.filesystem("s3").pipe_file(name, packed.getvalue())
+        found = open_images(f"s3://b/{folder}").train.images
+        want = [pixels[first + n] for n in (0, 2, 1, 3)]  # by class
+        np.testing.assert_array_equal([found[n] for n in range(4)], want)
+
+    with memory_s3.installed():
+        for folder, first in (("one", 0), ("two", 4), ("one", 8)):
+            read(folder, first)
+
+
 def test_a_file_in_a_bucket_is_an_image(kinds, pixels):
     with memory_s3.installed():
         fsspec.filesystem("s3").pipe_file("s3://b/0.png", png(pixels[0]))

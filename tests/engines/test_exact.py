@@ -11,10 +11,13 @@ import pytest
 
 import jaxtrain as jt
 from experiments import bert, gpt, t5, vision
+from jaxtrain import build
+from jaxtrain.compare import parity
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.engines.exact import grains_of_a_device
 from jaxtrain.layout import Layout
 from jaxtrain.models import decoder
+from jaxtrain.run.main import parse
 from jaxtrain.sharding.collectives import tree_sum
 from jaxtrain.step import scan_steps
 from tests import problems
@@ -181,6 +184,15 @@ def test_what_is_dropped_in_a_pipeline_of_grains_is_what_an_ordinary_step_drops(
         np.testing.assert_allclose(own["grad_norm"], other["grad_norm"], rtol=1e-4)
 
 
+@pytest.mark.slow
+def test_parity_compares_an_exact_layout_with_one_device_that_is_not():
+    flags = f"{CUTS} --layers 2 --width 16 --mesh.data 2".replace("--dropout 0.1", "")
+    experiment = gpt.build(parse(gpt.Config, flags.split()))
+    assert experiment.layout.exact == 4
+    (found,) = parity.compare(experiment, layouts=["data=2,pipe=2"], steps=1)
+    assert (found.refusal, found.agrees(parity.TOLERANCE)) == (None, True)
+
+
 def test_gradients_are_those_of_an_ordinary_step():
     """A regression in float64 NumPy, whose rows weigh differently."""
     params, rows = problems.init(jax.random.key(1)), problems.make_batch()
@@ -222,6 +234,16 @@ def test_what_cannot_be_exact_is_refused(make, match):
 def test_a_loss_that_is_no_sum_over_rows_is_refused():
     with pytest.raises(ValueError, match=r"`exact` is 8 .* not declared a sum over rows"):
         jt.build_train_step(problems.loss_fn, problems.record_gradients(), exact=8)
+
+
+@pytest.mark.parametrize("flags", ["--precision fp8 --count-rounding", ""])
+def test_a_pipeline_refuses_what_a_step_without_one_refuses(flags):
+    piped = gpt.build(parse(gpt.Config, f"{CUTS} --mesh.pipe 2 --mesh.data 1 {flags}".split()))
+    if not flags:
+        piped = piped.with_(stages=dataclasses.replace(piped.task.stages, row_wise=False))
+    mesh = build.make_experiment_mesh(piped, jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"`exact` is 4 .*(count_rounding|not declared a sum)"):
+        build.build_step(piped, build.make_abstract_state(piped, mesh), mesh)
 
 
 def test_one_device_is_refused():

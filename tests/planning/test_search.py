@@ -306,6 +306,13 @@ def test_weights_that_are_gathered_once_are_sent_once_and_kept():
     assert family.reason.startswith("the state and weights gathered once per step are 1.00 x")
 
 
+def test_an_exact_layout_leaves_no_choice_when_weights_are_gathered():
+    config = dataclasses.replace(CONFIG, layout=dataclasses.replace(CONFIG.layout, exact=4))
+    gathers = Estimator(gpt.outline, config, parse_target("v5e:2x4")).gathers
+    layouts = make_candidates(config, MeshShape(data=1, fsdp=8), gathers=gathers)
+    assert {(layout.exact, layout.gather) for layout in layouts} == {(4, None)}
+
+
 def test_a_whole_residual_stream_is_walked_where_a_split_one_fits():
     estimator = Estimator(gpt.outline, CONFIG, parse_target("v5e:2x4"))
     mesh = MeshShape(data=4, tensor=2)
