@@ -38,7 +38,7 @@ from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-FORMS = ("{}", "the number {}", "a picture of the digit {}", "a handwritten {}", "this is a {}")
+FORMS = ("{}", "a {}", "digit {}", "number {}", "this is a {}")
 OTHER_FORMS = ("{}", "a photo of a {}", "a picture of the {}", "one {}", "this is a {}")
 # Held-out images that are looked at when training is over, and of these, nearest to a caption.
 LOOKED_AT, NEAREST = 1000, 10
@@ -68,7 +68,7 @@ class Config(jt.Config):
     run begins with, or all have the same."""
     crop: int = 1
     """Largest move of a training image along each axis, in pixels, drawn anew in every epoch."""
-    steps: int = 500
+    steps: int = 800
     global_batch: int = 128
     """Pairs per step, over all devices: each has all others as negatives."""
     patch: int = 2

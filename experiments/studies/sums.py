@@ -1,16 +1,7 @@
 """A policy that learns sums of two numbers of two digits by rewards of its own answers."""
 
 from experiments.studies.samplers import BEGUN, UNTRAINED, WRONG
-from experiments.studies.sweep import Rows, Study, apart
-
-REWARDED = "rewarded"
-
-
-def conclude(rows: Rows) -> str:
-    """Says how many fewer sums are wrong."""
-    by = apart(rows, REWARDED, UNTRAINED, WRONG)
-    return f"The share of {WRONG} to sums that were in no text and no prompt changes by {by}."
-
+from experiments.studies.sweep import Study
 
 STUDY = Study(
     module="experiments.grpo",
@@ -20,9 +11,8 @@ STUDY = Study(
     "--optimizer.learning-rate 1e-3 --optimizer.b2 0.99 --steps 150 --log-every 5",
     settings={
         UNTRAINED: f"{BEGUN} --optimizer.learning-rate 0 --steps 1",
-        REWARDED: BEGUN,
+        "rewarded": BEGUN,
     },
     shown={WRONG: "eval/loss"},
     traces={"right answers to prompts of training": "train/reward"},
-    conclude=conclude,
 )

@@ -157,7 +157,8 @@ def measure(study: Study, options: Options, rest: Sequence[str]) -> Rows | None:
     else:
         stay_on_cpu()
     if study.begins is not None:
-        own = {"settings": {BEGUN: ""}, "shown": {}, "seeds": 1, "module": Study.module}
+        own = {"settings": {BEGUN: ""}, "shown": {}, "traces": {}, "seeds": 1}
+        own["module"] = Study.module
         own["flags"] = f"{fill(study.begins)} {typed}"
         if _of_runs(dataclasses.replace(study, **own), folder / BEGUN, options.workers) is None:
             return None

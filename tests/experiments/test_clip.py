@@ -25,7 +25,7 @@ TINY = ["--steps", "2", "--global-batch", "16", "--layers", "1", "--width", "16"
 
 def test_captions_name_the_class_in_several_forms():
     tokens_KMT = captions(["0", "7"], digits=True)
-    assert tokens_KMT.shape == (2, len(clip.FORMS), 32)
+    assert tokens_KMT.shape == (2, len(clip.FORMS), 16)
     ends = (tokens_KMT == data.ByteTokenizer().eod).argmax(-1)
     said = [bytes(tokens_KMT[1, m, : ends[1, m]].astype(np.uint8)).decode() for m in range(5)]
     assert said == [form.format("seven") for form in clip.FORMS]
