@@ -4,10 +4,12 @@ By default it completes lines of the standard library's source that end at an op
 an answer's reward is 1 where the line is Python by ``ast``, and 0 elsewhere. Of a GPT of 2 layers
 that 600 small steps have taught, 27 % of the held-out lines are right, and 73 % after 40 steps of
 64 answers (three seeds; ``python -m experiments.studies samplers``), a minute each on 2 CPU cores.
+With ``--data sums`` it adds numbers of two digits, "47+38=", and the reward is 1 for the right sum.
 
     python -m experiments.gpt
     python -m experiments.grpo --init-from runs/gpt-1
     python -m experiments.grpo --init-from runs/gpt-1 --sampler bfloat16 --grpo.cap 2
+    python -m experiments.grpo --data sums --init-from RUN  # of experiments.gpt --data sums
 """
 
 import ast
@@ -43,6 +45,7 @@ NEWLINE = ord("\n")
 _PARSING = threading.Lock()
 # Of a line, up to an opening bracket outside of strings and comments, and the rest.
 OPENED = re.compile(rb"^([ \t]*[^\n#'\"]*?[\(\[\{])([^\n]+)$", re.M)
+ASKED = re.compile(rb"^\d+\+\d+=", re.M)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +63,9 @@ class Config(language.Config):
         )
     )
     grpo: GroupPolicy = dataclasses.field(default_factory=GroupPolicy)
-    task: Literal["python", "sums"] = "python"
-    """The task: to complete lines of Python that end at an opening bracket, so that they parse; or
-    to add numbers of two digits, "47+38=", for a model that has seen such lines."""
+    data: str = "python"
+    """Text that prompts are taken from: lines of Python up to an opening bracket, which the answer
+    has to complete so that they parse, or "sums", which it has to add."""
     sampler: Literal[SAMPLERS] = "same"  # type: ignore[valid-type]
     """The model that answers: the same as trains; exact, whose log-probabilities have the bits of
     training's; or the same with its parameters rounded to bfloat16."""
@@ -79,13 +82,13 @@ class Config(language.Config):
 
 
 class Asked(NamedTuple):
-    """A task: prompts made of a corpus or of numbers, and the verdict of a line."""
+    """A task: prompts made of a corpus, and the verdict of a line."""
 
-    prompts: Callable[[Config, Iterable[bytes], np.random.Generator], Iterator[bytes]]
+    prompts: Callable[[Config, Iterable[bytes]], Iterator[bytes]]
     is_right: Callable[[str], bool]
 
 
-def opened_lines(config: Config, texts: Iterable[bytes], rng: Any) -> Iterator[bytes]:
+def opened_lines(config: Config, texts: Iterable[bytes]) -> Iterator[bytes]:
     """Yields what stands before and with the first opening bracket of lines that are Python by
     themselves, with no more bytes behind it than an answer may have."""
     for text in texts:
@@ -111,12 +114,11 @@ def is_python(line: str) -> bool:
             return False
 
 
-def sums(config: Config, texts: Iterable[bytes], rng: Any) -> Iterator[bytes]:
-    """Yields additions of numbers of two digits without end."""
-    del config, texts
-    while True:
-        a, b = rng.integers(10, 100, 2)
-        yield b"%d+%d=" % (a, b)
+def sums(config: Config, texts: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields lines of additions up to their result, behind the end of another line."""
+    del config
+    for text in texts:
+        yield from (b"\n" + found[0] for found in ASKED.finditer(text))
 
 
 def is_sum(line: str) -> bool:
@@ -129,7 +131,9 @@ def is_sum(line: str) -> bool:
     return found is not None and int(found[1]) + int(found[2]) == int(found[3])
 
 
-TASKS = {"python": Asked(opened_lines, is_python), "sums": Asked(sums, is_sum)}
+def task(config: Config) -> Asked:
+    """Returns the task that the data asks for."""
+    return Asked(sums, is_sum) if config.data == "sums" else Asked(opened_lines, is_python)
 
 
 def build(config: Config) -> jt.Experiment:
@@ -138,8 +142,8 @@ def build(config: Config) -> jt.Experiment:
     tokenizer = text.tokenizer
     if not isinstance(tokenizer, data.ByteTokenizer) or list(text.stores) != [""]:
         raise ValueError(
-            f"--task {config.task} reads bytes of one source: leave --tokenizer out, and give "
-            "--data one text and --init-from a model of bytes"
+            f"--data is {config.data}: prompts are bytes of one source; leave --tokenizer out, and "
+            "give --data one text and --init-from a model of bytes"
         )
     rows, train = {}, text.stores[""].corpus()
     for name, corpus, most in (
@@ -151,9 +155,8 @@ def build(config: Config) -> jt.Experiment:
         rows[name] = prompts(config, texts, rng, most)
         if len(rows[name]) < config.global_batch:
             raise ValueError(
-                f"--data {config.data} has {len(rows[name])} prompts ({name}) of --task "
-                f"{config.task}, and a batch {config.global_batch}: give more text, or a smaller "
-                "--global-batch"
+                f"--data {config.data} has {len(rows[name])} prompts ({name}), and a batch "
+                f"{config.global_batch}: give more text, or a smaller --global-batch"
             )
     config = config.of_rows(rows["train"])
     step = outline(config, vocab_size=tokenizer.vocab_size)
@@ -164,7 +167,7 @@ def build(config: Config) -> jt.Experiment:
     return step.with_(
         **config.batches_of(rows["train"], rows["held_out"]),
         **language.text_fields(config, step, tokenizer, fingerprints),
-        facts=language.facts(config, model, {"prompts": f"{config.task}: {about}"}),
+        facts=language.facts(config, model, {"prompts": f"{config.data}: {about}"}),
         conclude=functools.partial(conclude, config, how, rows["held_out"]),
     )
 
@@ -240,13 +243,9 @@ def prompts(
     config: Config, texts: Iterable[bytes], rng: np.random.Generator, most: int
 ) -> list[dict[str, np.ndarray]]:
     """Returns rows of prompts: at most so many, drawn from those of a task."""
-    found = TASKS[config.task].prompts(config, texts, rng)
-    if config.task == "python":
-        every = list(found)
-        chosen = sorted(rng.choice(len(every), min(most, len(every)), replace=False))
-        found = (every[i] for i in chosen)
-    rows = []
-    for prompt, _ in zip(found, range(most), strict=False):
+    every, rows = list(task(config).prompts(config, texts)), []
+    for i in sorted(rng.choice(len(every), min(most, len(every)), replace=False)):
+        prompt = every[i]
         tokens = np.zeros(config.prompt_tokens, np.int32)
         tokens[: len(prompt)] = np.frombuffer(prompt, np.uint8)
         rows.append({"tokens": tokens, "lengths": np.int32(len(prompt))})
@@ -260,7 +259,7 @@ def _model(config: Config, vocab_size: int) -> decoder.DecoderConfig:
 
 
 def _rollouts(config: Config, model: decoder.DecoderConfig, policy: jt.Policy) -> Rollouts:
-    reward = functools.partial(rewards, TASKS[config.task].is_right)
+    reward = functools.partial(rewards, task(config).is_right)
     given = {"sampler": config.sampler, "policy": policy}
     return Rollouts(model, reward, end=NEWLINE, longest=config.new_tokens, **given)
 
@@ -303,7 +302,7 @@ def conclude(
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         new = jax.jit(write, out_shardings=whole)(state.params, batch)
     lines = [f"held-out answers that are right: {means['reward']:.1%}", "", "some of them:", ""]
-    is_right = TASKS[config.task].is_right
+    is_right = task(config).is_right
     for row, answer in zip(shown, np.asarray(new)[: len(shown)], strict=True):
         line = line_of(row["tokens"][: row["lengths"]], answer)
         if line is None:

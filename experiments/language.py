@@ -136,6 +136,11 @@ class Source:
         return getattr(hf, "family_name" if name == "family" else name)(self.path)
 
     @property
+    def image(self) -> tuple[int, int, int]:
+        """Height, width and channels of the images that it sees."""
+        return getattr(self.model.image, "image", self.model.image)
+
+    @property
     def context(self) -> int:
         """The positions that it had before any tuning on shorter rows."""
         return max(self.model.seq_len, (self.is_run and self.told("context")) or 0)
@@ -362,15 +367,20 @@ def of_width(config: Any, model: Any, model_config: Callable[[Any, int], Any]) -
     return {"init_fn": mup.init(model, found), "multipliers": multipliers}
 
 
-def _check_source(config: Config, vocab_size: int) -> None:
-    """Refuses flags that do not fit what the run begins with."""
-    for name in ("model", "layers", "width", "heads", "kv_heads"):
+def check_sizes(config: Any, *names: str) -> None:
+    """Raises ValueError where a flag says a size that the model of --init-from has already."""
+    for name in names:
         default = getattr(type(config), name, None)
         if (value := getattr(config, name, default)) != default:
             raise ValueError(
                 f"--{name.replace('_', '-')} {value} is not for --init-from, whose folder says "
                 "what the model is: leave one of them out"
             )
+
+
+def _check_source(config: Config, vocab_size: int) -> None:
+    """Refuses flags that do not fit what the run begins with."""
+    check_sizes(config, "model", "layers", "width", "heads", "kv_heads")
     model = config.source.model
     own, asked = getattr(model, "experts", None), getattr(config, "experts", None)
     if own is not None and asked not in (None, own):

@@ -232,7 +232,7 @@ def load(config: Config) -> data.LabelledImages:
     if config.data != "digits":
         size = config.image_size
         if size is None and config.source is not None and not config.data.endswith(".npz"):
-            height, width, _ = config.source.model.image
+            height, width, _ = config.source.image
             size = height if height == width else None
         return data.open_images(config.data, size=size)
     if config.image_size is not None:
@@ -253,7 +253,7 @@ def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImag
     """Returns images as the model that the run begins with takes them."""
     if config.source is None:
         return images
-    shape, pixels = config.source.model.image, config.source.told("pixels")
+    shape, pixels = config.source.image, config.source.told("pixels")
     if images.shape != shape:
         own, wanted = ("x".join(map(str, each)) for each in (images.shape, shape))
         raise ValueError(

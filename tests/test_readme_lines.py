@@ -203,6 +203,14 @@ MADE = {
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],
     r"COPY": [f"{TOKENIZE} texts/ --tokenizer 300 --out COPY"],
     r":OTHER": [f"{TOKENIZE} my_texts/ --tokenizer STORE/tokenizer.json --out OTHER"],
+    r"--init-from SUMS": [
+        "python -m experiments.gpt --data sums --steps 2 --layers 2 --width 96 --heads 2 "
+        "--seq-len 64 --sample-tokens 0 --run-dir SUMS"
+    ],
+    r"--init-from CLIP": [
+        "python -m experiments.clip --data FOLDER --steps 2 --global-batch 32 --run-dir runs/clip",
+        "jaxtrain hf export --run runs/clip --out CLIP",
+    ],
     r"caption --init-from RUN": [
         "python -m experiments.caption --steps 2 --global-batch 16 --run-dir RUN"
     ],

@@ -67,10 +67,10 @@ class Config(language.Config):
     """Coefficient of the squared log of the softmax's normaliser in the loss."""
 
     data: str = "python"
-    """Text to learn: "python" (the standard library's source), a folder or file (text, JSONL,
-    Parquet, Arrow; rows of conversations too), a store that `jaxtrain tokenize` has made, or
-    several of those by shares: code=0.7:STORE1,docs=0.3:STORE2, and ;1000:code=0.5,docs=0.5 behind
-    it from step 1000 on."""
+    """Text to learn: "python" (the standard library's source), "sums" (of numbers of two digits), a
+    folder or file (text, JSONL, Parquet, Arrow; rows of conversations too), a store that `jaxtrain
+    tokenize` has made, or several of those by shares: code=0.7:STORE1,docs=0.3:STORE2, and
+    ;1000:code=0.5,docs=0.5 behind it from step 1000 on."""
     tokenizer: str | None = None
     """"bytes", as where it is left out; a tokenizer.json, or the folder of one; a number trains a
     BPE tokenizer of that many tokens first, and unigram:N or wordpiece:N one of those. Stores have

@@ -28,5 +28,6 @@ STUDY = Study(
         "bfloat16, capped": f"{BEGUN} --sampler bfloat16 --grpo.cap 2",
     },
     shown={WRONG: "eval/loss", GAP: "train/sampler_gap"},
+    traces={"sampler gap, nats": "train/sampler_gap", "reward": "train/reward"},
     conclude=conclude,
 )

@@ -37,7 +37,7 @@ from jaxtrain.study.report import p_value
 from jaxtrain.tree import named_leaves
 
 RESULTS, SETTING, BEGUN, APART, CURVES = "results.json", "setting", "begun", "apart", "curves"
-REACHES = " >= "
+TRACES, REACHES = "traces", " >= "
 # Timed rounds of a study in turns, and the number of held-out batches that it evaluates.
 ROUNDS, HELD_OUT = 5, 32
 LEVEL = 0.05
@@ -88,6 +88,7 @@ class Study:
       module: the experiment of the runs.
       over: axes over which the picture has the loss as it falls, by name, in place of a panel for
         each column.
+      traces: metrics in the log, by name, that the picture has over the steps, in panels below.
     """
 
     settings: Mapping[str, str]
@@ -99,6 +100,7 @@ class Study:
     begins: str | None = None
     over: Mapping[str, Axis] = dataclasses.field(default_factory=dict)
     module: str = "experiments.gpt"
+    traces: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +157,8 @@ def measure(study: Study, options: Options, rest: Sequence[str]) -> Rows | None:
     else:
         stay_on_cpu()
     if study.begins is not None:
-        own = {"settings": {BEGUN: ""}, "shown": {}, "seeds": 1, "module": Study.module}
+        own = {"settings": {BEGUN: ""}, "shown": {}, "traces": {}, "seeds": 1}
+        own["module"] = Study.module
         own["flags"] = f"{fill(study.begins)} {typed}"
         if _of_runs(dataclasses.replace(study, **own), folder / BEGUN, options.workers) is None:
             return None
@@ -181,8 +184,10 @@ def draw_curves(study: Study, rows: Rows, path: str) -> None:
 def draw(study: Study, rows: Rows, path: str) -> None:
     """Draws a panel for each column: a dot for each seed, and a mark at their mean."""
     columns = {c: field for c, field in study.shown.items() if field != APART}
-    figure = new_figure(3 + 3.5 * len(columns), 1.2 + 0.32 * len(rows))
-    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    heights = [1.2 + 0.32 * len(rows), *[3.2] * bool(study.traces)]
+    figure = new_figure(3 + 3.5 * max(len(columns), len(study.traces)), sum(heights))
+    top, *below = np.atleast_1d(figure.subfigures(len(heights), 1, height_ratios=heights))
+    panels = top.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for axes, (column, field) in zip(panels, columns.items(), strict=True):
         unit = 2**20 if field.endswith("_bytes") else 1
         for place, row in enumerate(rows.values()):
@@ -196,7 +201,26 @@ def draw(study: Study, rows: Rows, path: str) -> None:
         finish_axes(axes, column, x="MiB" if unit > 1 else "")
     panels[0].set_yticks(range(len(rows)), list(rows), fontsize=9)
     panels[0].invert_yaxis()
+    for part in below:
+        draw_traces(study, rows, part)
     save_figure(figure, path)
+
+
+def draw_traces(study: Study, rows: Rows, figure: Any) -> None:
+    """Draws a panel for each traced metric over the steps: the mean of the seeds of each setting,
+    and all that they span."""
+    panels = figure.subplots(1, len(study.traces), squeeze=False)[0]
+    for axes, name in zip(panels, study.traces, strict=True):
+        for place, (setting, row) in enumerate(rows.items()):
+            steps, values = np.array(row[TRACES][name]).swapaxes(0, 1)
+            if len(steps[0]) > 1:
+                how = {"color": f"C{place}", "label": setting}
+                axes.plot(steps[0], values.mean(0), linewidth=1.2, **how)
+                axes.fill_between(
+                    steps[0], values.min(0), values.max(0), alpha=0.2, **how | {"label": None}
+                )
+        finish_axes(axes, name, x="steps")
+    panels[-1].legend(fontsize=7, frameon=False)
 
 
 def _flags_in(words: Sequence[str]) -> set[str]:
@@ -235,6 +259,9 @@ def _of_runs(study: Study, folder: pathlib.Path, workers: int) -> Rows | None:
             )
         logs = [read_run(as_path(runs.run_dir(trial.number, s)), "").series for s in runs.seeds]
         found[name] = {c: [_number(x, m) for x in logs] for c, m in study.shown.items()}
+        if study.traces:
+            points = {c: [[x[m].steps, x[m].values] for x in logs] for c, m in study.traces.items()}
+            found[name][TRACES] = {c: np.array(x, float).tolist() for c, x in points.items()}
         if study.over:
             (size,) = _counts(*_built(study, study.settings[name]))["parameters"]
             found[name][CURVES] = [_curve(study, metric, name, x, size) for x in logs]

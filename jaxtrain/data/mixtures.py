@@ -275,7 +275,7 @@ def open_data(
     """Opens what ``--data`` names; text that is no store becomes one under the cache when used.
 
     Args:
-      text: "python", a folder or file of text, a token store, or a mixture of those: see
+      text: "python", "sums", a folder or file of text, a token store, or a mixture of those: see
         `parse_data`.
       field: of rows, that holds the text.
       tokenizer: "bytes", a ``tokenizer.json``, or a number: a BPE tokenizer of that many tokens is

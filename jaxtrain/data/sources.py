@@ -1,6 +1,6 @@
-"""Documents to train on: the standard library's own source code, and folders of text files.
+"""Documents to train on: the standard library's own source code, sums, and folders of text files.
 
-A source is anything that can be iterated over more than once and yields `Document`. The two made
+A source is anything that can be iterated over more than once and yields `Document`. Those made
 here come as a `Split`: what to train on, and about one document in twenty to measure on, chosen by
 a hash of its name so that the choice survives new files, other machines and other orders.
 """
@@ -215,6 +215,30 @@ def python_stdlib(*, held_out: float = HELD_OUT) -> Split:
     return _split(root, find_files(root, (".py",), skip=_NOT_STDLIB), held_out, field=None)
 
 
+def two_digit_sums(*, held_out: float = HELD_OUT, passes: int = 20) -> Split:
+    """Returns all 8,100 sums of two numbers of two digits, each a line such as ``47+38=85``.
+
+    A sum is held out when `hash_fraction` of its ``47+38`` is below `held_out`. A document to train
+    on is one of so many `passes` over all others, each in an order of its own.
+
+    >>> train, held_out = two_digit_sums(passes=2)
+    >>> [len(document.text.splitlines()) for document in (*train, *held_out)]
+    [7700, 7700, 400]
+    """
+    asked = [f"{a}+{b}" for a in range(10, 100) for b in range(10, 100)]
+    sides = [], []
+    for each in asked:
+        sides[hash_fraction(each) < held_out].append(each)
+
+    def text(number: int, side: list[str]) -> Document:
+        ordered = sorted(side, key=lambda each: hash_fraction(f"{number} {each}"))
+        lines = (f"{each}={sum(map(int, each.split('+')))}\n" for each in ordered)
+        return Document(f"sums {number}", "".join(lines).encode())
+
+    train = Documents(lambda: (text(number, sides[0]) for number in range(passes)))
+    return Split(train, Documents(lambda: iter([text(passes, sides[1])])))
+
+
 def text_folder(
     path: str | os.PathLike[str],
     *,
@@ -376,12 +400,17 @@ def _rows_of(path: epath.Path) -> Iterator[dict[str, Any]]:
 def open_text(
     name: str, *, field: str = "text", held_out: float = HELD_OUT, chat: ChatTemplate | None = None
 ) -> Split:
-    """Opens text: "python" is the standard library's source, anything else as `text_folder`."""
-    if name != "python":
+    """Opens text: "python" is the standard library's source, "sums" are sums of two numbers, and
+    anything else is opened as by `text_folder`."""
+    if name not in BUILT_IN:
         return text_folder(name, field=field, held_out=held_out, chat=chat)
     if chat is not None:
-        raise ValueError("'python' is source code, no conversations: give no chat template")
-    return python_stdlib(held_out=held_out)
+        raise ValueError(f"'{name}' is text without conversations: give no chat template")
+    return BUILT_IN[name](held_out=held_out)
+
+
+# Texts that are known by their names, and are no files.
+BUILT_IN = {"python": python_stdlib, "sums": two_digit_sums}
 
 
 def find_files(root: Path, suffixes: tuple[str, ...], *, skip: Collection[str] = ()) -> list[str]:

@@ -38,7 +38,7 @@ from etils import epath
 from jaxtrain.data import blocks
 from jaxtrain.data.chat import ChatTemplate, Conversation
 from jaxtrain.data.packing import Corpus
-from jaxtrain.data.sources import HELD_OUT, Document, hash_fraction, open_text
+from jaxtrain.data.sources import BUILT_IN, HELD_OUT, Document, hash_fraction, open_text
 from jaxtrain.data.tokenizers import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, is_remote, listed, look, read_if_there, sizes
@@ -353,7 +353,7 @@ def source_of(
     data: str, field: str, held_out: float = HELD_OUT, chat: ChatTemplate | None = None
 ) -> dict[str, Any]:
     """Returns the manifest's entry for the origin of a store's text."""
-    local = data != "python" and "://" not in data
+    local = data not in BUILT_IN and "://" not in data
     return {
         "data": os.path.abspath(data) if local else data,
         "field": field,

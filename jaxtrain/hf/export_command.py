@@ -188,6 +188,8 @@ def _of_run(options: ExportOptions) -> _Source:
         files = {trained.GENERATION: json_text({"eos_token_id": tokenizer.eod})}
     if tokenizer is None:
         fields = stored.get("special_tokens") or {}
+        if exists(own := as_path(options.run) / trained.TOKENIZER_FILE):  # of captions
+            files[trained.TOKENIZER_FILE] = own.read_text()
     if tokenizer is None or isinstance(model, LlavaConfig):
         tower = model.image if isinstance(model, ClipConfig | LlavaConfig) else model
         files[weights.PREPROCESSOR] = weights.preprocessor(tower, stored.get("pixels"))

@@ -41,8 +41,10 @@ Batch = Mapping[str, jax.Array]
 
 # The layers of the towers are stacked under these.
 STACK = Stack(("image/blocks", "text/blocks"))
-# The largest factor of a cosine in the softmax of CLIP, and the factor and the bias at the start.
-MOST_SCALE, FIRST_SCALE, FIRST_BIAS = 100.0, {"softmax": 1 / 0.07, "sigmoid": 10.0}, -10.0
+# The largest factor of a cosine in the softmax of CLIP, and the factor at the start.
+MOST_SCALE, FIRST_SCALE = 100.0, {"softmax": 1 / 0.07, "sigmoid": 10.0}
+# SigLIP's bias at the start, about -log(32,768), the pairs of its batches.
+FIRST_BIAS = -10.0
 
 
 def _of_tower(tower: str, rules: OptionalRules) -> list[tuple[str, tuple[str | None, ...]]]:
@@ -146,8 +148,12 @@ class Pool(nnx.Module):
         return (y_B1D + self.mlp(self.norm(y_B1D)))[:, 0]
 
 
-def init(config: ClipConfig, rng: jax.Array) -> dict[str, Any]:
+def init(config: ClipConfig, rng: jax.Array, *, pairs: int | None = None) -> dict[str, Any]:
     """Draws float32 parameters: those of both towers by their own laws, projections N(0, 1 / D).
+
+    Args:
+      pairs: rows of the global batch. The sigmoid's bias begins at -log(pairs), by which two rows
+        match with about the chance that they are a pair; None begins at SigLIP's own -10.
 
     Returns:
       A nested dict: ``image`` and ``text`` (each with ``embed``, ``blocks`` with a leading axis of
@@ -172,7 +178,8 @@ def init(config: ClipConfig, rng: jax.Array) -> dict[str, Any]:
     else:
         params["image"]["pool"] = layers.pure(Pool, config.image, rng_pool)
     params["scale"] = jnp.full(1, math.log(FIRST_SCALE[config.loss]))
-    return params | ({"bias": jnp.full(1, FIRST_BIAS)} if sigmoid else {})
+    first_bias = FIRST_BIAS if pairs is None else -math.log(pairs)
+    return params | ({"bias": jnp.full(1, first_bias)} if sigmoid else {})
 
 
 def encode_images(

@@ -19,6 +19,7 @@ import tyro
 from etils import epath
 
 from jaxtrain import data
+from jaxtrain.data.sources import BUILT_IN
 from jaxtrain.data.store import count_parts
 from jaxtrain.evaluate import drift
 from jaxtrain.evaluate.intervals import interval
@@ -148,7 +149,7 @@ def seen_by(run: epath.Path) -> dict[str, int]:
 def place(name: str) -> str:
     """Returns the whole path of a store, file or folder on this disk, so that no other spelling is
     taken for other text; any other data as it is."""
-    elsewhere = name == "python" or is_remote(name) or not exists(as_path(name))
+    elsewhere = name in BUILT_IN or is_remote(name) or not exists(as_path(name))
     return name if elsewhere else os.path.realpath(name)
 
 

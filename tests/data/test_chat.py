@@ -414,7 +414,7 @@ def test_bad_templates_are_one_sentence(tmp_path, capsys, monkeypatch):
         ),
         ("chat.jsonl", "tokenizer_config.json", "tokenizer_config.json' has no template"),
         ("same.jsonl", "plain", "same.jsonl' line 1 prefers a conversation to itself, or to its"),
-        ("python", "plain", "'python' is source code, no conversations"),
+        ("python", "plain", "'python' is text without conversations"),
     ):
         out = tmp_path / "store"
         status, _, said = command(

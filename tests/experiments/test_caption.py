@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments import caption, vision
-from experiments.caption import Canvases, Config, build, drawn, model_config
+from experiments.caption import Canvases, Config, build, drawn, model_config, pictures
 from jaxtrain import data, hf
 from jaxtrain.hf.export_command import ExportOptions, run_export
 from jaxtrain.run import trained
@@ -35,16 +35,25 @@ class Only:
         return row | {"image": row["image"] * (row["label"] == self.label)}
 
 
-def test_captions_say_what_the_canvas_has_and_unseen_pairs_are_held_out():
+def test_captions_say_what_the_canvas_has_and_splits_share_no_pair_and_no_picture():
     digits, model = vision.load(vision.Config()), model_config(Config())
-    how = {"model": model, "seed": 3, "count": 64}
-    train, held_out = (
-        Canvases(rows, unseen=unseen, **how)
-        for rows, unseen in ((digits.train, False), (digits.held_out, True))
+    of = pictures(digits)
+    kept = {name: {row["image"].tobytes() for row in rows} for name, rows in of.items()}
+    assert [len(rows) for rows in of.values()] == [1438, 180, 179]
+    assert not kept["train"] & kept["validation"] | kept["test"] & (
+        kept["train"] | kept["validation"]
     )
-    assert (len(train.pairs), len(held_out.pairs)) == (84, 16)
-    assert not {*train.pairs} & {*held_out.pairs}
-    assert {(b, a) for a, b in held_out.pairs} <= {*train.pairs}
+    looked_at = {digits.held_out[n]["image"].tobytes() for n in range(len(digits.held_out))}
+    assert kept["validation"] < looked_at
+    assert not kept["test"] & looked_at
+    how = {"model": model, "seed": 3, "count": 64}
+    sets = {split: Canvases(rows, split=split, **how) for split, rows in of.items()}
+    pairs = {split: {*rows.pairs} for split, rows in sets.items()}
+    assert [len(each) for each in pairs.values()] == [84, 8, 8]
+    assert len(set.union(*pairs.values())) == 100
+    turned = {pair[::-1] for pair in pairs["validation"] | pairs["test"]}
+    assert turned <= pairs["train"]
+    train, held_out = sets["train"], sets["test"]
     opposites = {"left of": "right of", "above": "below"}
     form = r"a (\d) (left of|right of|above|below) a (\d)"
     for rows, index in itertools.product((train, held_out), range(40)):
@@ -75,13 +84,21 @@ def test_captions_say_what_the_canvas_has_and_unseen_pairs_are_held_out():
     assert row["targets"][row["mask"] > 0][-1] == tokenizer.eod
     assert text == tokenizer.decode(row["tokens"][N : N + len(text)])
     assert row["mask"][: N - 1].sum() == 0
+    varied = Canvases(of["train"], split="train", augmented=True, **how)
+    alone = 0
+    for index in range(20):
+        (canvas, said), (plain, both) = varied.drawn(index), train.drawn(index)
+        assert abs(canvas - plain).mean() > 0.005
+        alone += said != both
+        assert said == both or said[0] in (both[0][:3], both[1][:3])
+    assert 1 < alone < 15
     later = train[5 + len(train)]
     assert not np.array_equal(later["image"], row["image"])
 
 
 def test_an_image_token_that_is_written_is_no_letter(monkeypatch):
     digits, model = vision.load(vision.Config()).held_out, model_config(Config())
-    rows = Canvases(digits, model=model, seed=0, count=2, unseen=False)
+    rows = Canvases(digits, model=model, seed=0, count=2, split="train")
     new = np.array([[*b"a 7", model.image_token, data.ByteTokenizer().eod]] * 2)
     monkeypatch.setattr(caption.language, "write", lambda *args, **how: new)
     params = types.SimpleNamespace(params=None)
@@ -108,7 +125,7 @@ def test_a_run_is_exported_and_begun_from_again(tmp_path, capsys):
     mesh = ["--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.tensor", "2", "--accumulate", "2"]
     main(Config, build, [*TINY, "--run-dir", run, *mesh])
     printed = capsys.readouterr().out
-    assert "exact captions of unseen pairs" in printed
+    assert "exact captions of test: " in printed
     assert (tmp_path / "run" / "captions.png").read_bytes()[:4] == b"\x89PNG"
     run_export(ExportOptions(run=run, out=out), [])
     assert hf.family_name(out) == "llava"
@@ -123,11 +140,12 @@ def test_a_run_is_exported_and_begun_from_again(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_captions_of_unseen_pairs_are_exact(tmp_path):
-    """Below the 93.75 and 96.68 % of the lesser of two seeds."""
+    """Below the 95.3, 89.6 and 93.8 % of seed 0, by as much as devices and machines may change."""
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "experiments.caption", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, env=kept, capture_output=True, text=True)
-    found = [float(x) for x in re.findall(r"pairs: ([\d.]+)%", done.stdout)]
-    assert len(found) == 2, done.stderr
-    assert found[0] >= 92, found
-    assert found[1] >= 95, found
+    found = [float(x) for x in re.findall(r"(?:validation|test|training): ([\d.]+)%", done.stdout)]
+    assert len(found) == 3, done.stderr
+    assert found[0] >= 91, found
+    assert found[1] >= 85, found
+    assert found[2] >= 90, found

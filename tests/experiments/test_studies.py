@@ -183,6 +183,23 @@ def test_a_study_over_axes_keeps_and_draws_the_loss_as_it_falls(tmp_path, capsys
     assert (tmp_path / "curves.png").stat().st_size > 5000
 
 
+def test_a_study_draws_what_it_traces_over_the_steps_below_its_columns(
+    tmp_path, capsys, monkeypatch
+):
+    pytest.importorskip("optuna")
+    monkeypatch.setattr(command, "work", logs([]))
+    sizes = []
+    monkeypatch.setattr(sweep, "save_figure", lambda figure, path: sizes.append(figure))
+    study = dataclasses.replace(SMALL, traces={"gap": "eval/loss"})
+    given = ["--study-dir", str(tmp_path / "study"), "--png", str(tmp_path / "traces.png")]
+    assert run(capsys, study, *given)[0] == 0
+    rows = json.loads((tmp_path / "study" / sweep.RESULTS).read_text())
+    assert rows["heavy"][sweep.TRACES]["gap"][1] == [[1, 10**9], [2.1, 1.1 + 1e-9]]
+    below = sizes[0].subfigs[1].axes[0]
+    lines = {line.get_label(): line.get_ydata().tolist() for line in below.lines}
+    assert lines["heavy"] == pytest.approx([1 + np.mean(LOSSES["heavy"]), np.mean(LOSSES["heavy"])])
+
+
 def test_a_stream_takes_prose_from_docstrings():
     source = 'x = """text"""\n\ndef f():\n    """About f."""\n\nclass C:\n    """About C."""\n'
     assert stream.docstrings(source) == "About f.\n\nAbout C."

@@ -119,6 +119,14 @@ def test_a_text_is_read_at_its_end_and_sees_no_padding():
     assert np.abs(first - other).max() > 1e-3
 
 
+def test_the_bias_begins_where_two_rows_match_with_their_chance_of_being_a_pair():
+    first = jax.jit(
+        lambda rng, pairs: clip.init(SIGLIP, rng, pairs=pairs)["bias"], static_argnums=1
+    )
+    assert jax.nn.sigmoid(first(jax.random.key(0), 128)) == pytest.approx(1 / 129, rel=1e-5)
+    assert first(jax.random.key(0), None) == -10  # SigLIP's own
+
+
 def test_towers_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="classes=3 are no part of a tower"):
         dataclasses.replace(CLIP, image=dataclasses.replace(CLIP.image, classes=3))
