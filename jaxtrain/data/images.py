@@ -282,7 +282,9 @@ class _Encoded:
         except Exception as error:
             if getattr(error, "errno", None):
                 raise
-            raise ValueError(f"{name} is no image, or damaged ({error})") from None
+            unknown = isinstance(error, pillow.UnidentifiedImageError)  # which names an object
+            why = "" if unknown else f" ({error})"
+            raise ValueError(f"{name} is no image, or damaged{why}") from None
         with contextlib.suppress(Exception):  # Broken tags are common, and turn nothing.
             pillow.ImageOps.exif_transpose(opened, in_place=True)
         if opened.mode in ("I", "F"):
@@ -408,5 +410,7 @@ def _classes(labels: np.ndarray, path: Path) -> tuple[np.ndarray, tuple[str, ...
 
 def _stamp(path: Path) -> str:
     """The content of a file, wherever it lies."""
+    if is_remote(path):
+        return hashlib.sha256(read_object(path)).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
