@@ -140,12 +140,12 @@ def test_a_run_is_exported_and_begun_from_again(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_captions_of_unseen_pairs_are_exact(tmp_path):
-    """Below the 95.3, 89.6 and 93.8 % of seed 0, by as much as devices and machines may change."""
+    """Below the 93.8, 84.4 and 91.8 % of the least of three seeds."""
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "experiments.caption", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, env=kept, capture_output=True, text=True)
     found = [float(x) for x in re.findall(r"(?:validation|test|training): ([\d.]+)%", done.stdout)]
     assert len(found) == 3, done.stderr
     assert found[0] >= 91, found
-    assert found[1] >= 85, found
+    assert found[1] >= 82, found
     assert found[2] >= 90, found
