@@ -152,14 +152,15 @@ def make_rules(r: random.Random, params, piped: bool) -> jt.Rules:
     """A rule for most parameters, of axes that divide it."""
     rules = []
     for name, leaf in jt.tree.named_leaves(params).items():
-        if r.random() < 0.2 and not piped:
+        routed = re.search("routed/(up|down)", name)  # an axis of experts has to split these
+        if r.random() < 0.2 and not piped and not routed:
             continue  # left to the automatic rule
         axes = [r.choice(AXES) for _ in leaf.shape]
         # A router's few experts are fewer than the devices along some axes.
         axes = [axis if size >= 8 else None for axis, size in zip(axes, leaf.shape, strict=True)]
         if "experts" in name or "scan" in name or "routed" in name:
             axes[0] = None
-        if re.search("routed/(up|down)", name):
+        if routed:
             axes[0] = "experts"
         if piped and name.startswith("blocks/"):
             axes[0] = "layers"

@@ -171,8 +171,8 @@ class _Runner:
         xs = [self.laid(p, split, spread=False) for p in given]
         local = jnp.broadcast_shapes(*(x.shape for x in xs))
         wide = [x if x.shape == local else jnp.broadcast_to(x, local) for x in xs]
-        if eqn.primitive.name == "div" and xs[1].shape != local:
-            # Of one number for all, XLA may multiply by the reciprocal.
+        if eqn.primitive.name == "div":
+            # Of one number for all, XLA may multiply by the reciprocal, and then of a piece of one.
             wide[1] = self.sealed(wide[1], like=wide[0])
         x = eqn.primitive.bind(*wide, **eqn.params)
         x = self.sealed(x) if eqn.primitive.name in _ROUNDED else x

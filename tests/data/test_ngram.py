@@ -40,7 +40,7 @@ def slow_bits_per_byte(train, held_out, order):
 letters = st.lists(st.binary(max_size=30) | st.text("ab", max_size=30).map(str.encode), max_size=5)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(train=letters.filter(any), held_out=letters.filter(any))
 def test_agrees_with_the_definition(train, held_out):
     for order in (0, 1, 2):

@@ -23,6 +23,7 @@ def build(config):
     return plugs.experiment(config, engine=Engine(clipped, row_wise=True))
 
 
+@pytest.mark.slow
 def test_an_engine_that_promises_to_be_row_wise_is_reduced_once_per_step(tmp_path, capsys):
     header = plugs.check(sys.modules[__name__], "by clipped", tmp_path, capsys)
     assert "gradients are reduced once per step over data" in header

@@ -214,6 +214,7 @@ def trained(axes=(), accumulate=1, name="dpo"):
     return jax.device_get((metrics, state.opt_state, state.params))
 
 
+@pytest.mark.slow
 def test_packed_pairs_have_the_loss_and_gradients_of_each_conversation_alone():
     rows, batches = packed()
     corpus, batch = rows.corpus, batches.batch(0)

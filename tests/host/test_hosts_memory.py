@@ -146,15 +146,16 @@ def test_a_process_without_a_launcher_has_no_memory_that_outlives_it(monkeypatch
         hosts_memory.connect()
 
 
+@pytest.mark.slow
 def test_an_object_may_take_longer_than_a_host_may_be_silent(monkeypatch):
-    monkeypatch.setattr(keeper, "SILENT_SECONDS", 0.4)
+    monkeypatch.setattr(keeper, "SILENT_SECONDS", 2.0)
     size, got = 16 << 20, bytearray()
 
     def slow(server):
         with server.accept()[0] as peer:
             while len(got) < size and (part := peer.recv(1 << 20)):
                 got.extend(part)
-                time.sleep(0.05)
+                time.sleep(0.2)
             peer.sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as pool:

@@ -44,6 +44,7 @@ def build(config):
     return plugs.experiment(config, method=Method(averaged, start=two))
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own_trains_resumes_and_is_planned_and_compared(tmp_path, capsys):
     plugs.check(sys.modules[__name__], "method averaged", tmp_path, capsys)
 

@@ -120,7 +120,8 @@ def check(found, number):
         assert not behind.any()
 
 
-@pytest.mark.parametrize("number", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
 def test_members_are_their_trainings_alone(number):
     check(populated(), number)
 

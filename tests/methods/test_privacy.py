@@ -113,6 +113,7 @@ class Killed(jt.Hook):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_private_run_says_its_epsilon_and_goes_on_with_the_same_noise(tmp_path, capsys):
     pytest.importorskip("dp_accounting")
     made = build(private={"noise": 1.0}, held_out=False)

@@ -234,6 +234,7 @@ def test_routes_that_are_replayed_are_those_of_other_weights():
     np.testing.assert_allclose(again, first, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_trainer_follows_the_routes_that_a_sampler_recorded():
     """Whose weights are rounded to bfloat16, so that some tokens have other experts: by its routes
     the log-probabilities of what it has drawn are off by rounding, and not by another expert."""

@@ -220,6 +220,7 @@ def test_pauses_grow_and_restarts_count_anew_after_a_newer_checkpoint(tmp_path, 
     assert 15 <= sum(slept) < 30.1
 
 
+@pytest.mark.slow
 def test_restarts_count_anew_after_a_newer_snapshot_too(tmp_path):
     code = """
 import os, pathlib, sys
