@@ -412,7 +412,7 @@ def build_evaluation(
     given = {"policy": experiment.policy, "gather": laid.gather}
     if mesh.shape.get("pipe", 1) > 1 and laid.stages and laid.eval_loss_fn is None:
         options = _of_pipeline(experiment)
-        rows = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
+        rows = row_count(batch) or 1
         exact, split = experiment.layout.exact, BATCH_AXES
         if exact:  # A grain's rows are split by what does not split grains.
             rows, split = rows // math.gcd(rows, exact), set(BATCH_AXES) - set(GATHERED_AXES)

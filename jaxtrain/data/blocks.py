@@ -8,8 +8,9 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from etils import epath
 
@@ -39,6 +40,18 @@ def crcs(path: pathlib.Path) -> list[int]:
 
 def _crc(data: bytes) -> bytes:
     return zlib.crc32(data).to_bytes(4, "little")
+
+
+def key_of(place: str | os.PathLike[str], told: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the `key` of a `BlockCache` of files whose writers have left none: another where a
+    bucket tells anything else of one, such as the time or the name of its writing.
+
+    Args:
+      place: the folder, or the one file.
+      told: what the bucket tells of each file.
+    """
+    told = repr([str(place), *(sorted(about.items()) for about in told)])
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
 class BlockCache:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.blocks import BlockCache
+from jaxtrain.data.blocks import BlockCache, key_of
 from jaxtrain.data.loader import spread
 from jaxtrain.data.masking import MaskedTokens
 from jaxtrain.data.sources import find_files, hash_fraction
@@ -210,7 +210,7 @@ def images_of(
 def read_images(path: str | os.PathLike[str]) -> tuple[np.ndarray, np.ndarray | None]:
     """Reads the arrays of an .npz: `images` [N, H, W, C], and `labels` [N], which it may lack; with
     the errors of :func:`open_images`."""
-    images, *labels = _arrays(as_path(path), "images", "labels", needed=1)
+    _, (images, *labels) = _arrays(as_path(path), "images", "labels", needed=1)
     if images.ndim not in (3, 4) or any(x.shape != images.shape[:1] for x in labels):
         raise ValueError(
             f"'{path}' has images {images.shape}: they must be [N, H, W] or [N, H, W, C], and "
@@ -314,8 +314,7 @@ def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
     stamp = repr([*zip(found, bytes_of, strict=True)])
     if is_remote(path):
         # But what is kept of them is of these very files.
-        key = repr([str(path), *(sorted(told[name].items()) for name in found)])
-        key = hashlib.sha256(key.encode()).hexdigest()[:32]
+        key = key_of(path, (told[name] for name in found))
         files = _InBucket(str(path), key, found, bytes_of)
     return _Encoded(files, names, size), labels, classes, found, stamp
 
@@ -341,15 +340,17 @@ def _block_cache(folder: str, key: str) -> BlockCache:
     return BlockCache(as_path(folder), key)
 
 
-def _content(path: str | os.PathLike[str]) -> Any:
+def _content(path: str | os.PathLike[str]) -> Path | io.BytesIO:
     """What opens a file: its path, or the bytes of one in a bucket."""
     return io.BytesIO(read_object(path)) if is_remote(path) else path
 
 
 def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
     pyarrow = extras.load("reading Parquet needs pyarrow", "text", "pyarrow.parquet")
+    content = _content(path)
+    stamp = _stamp(content)
     try:
-        table = pyarrow.parquet.read_table(_content(path))
+        table = pyarrow.parquet.read_table(content)
     except pyarrow.ArrowException as error:
         raise ValueError(f"'{path}' is cut short or damaged ({error})") from None
     if not {"image", "label"} <= set(table.column_names):
@@ -357,25 +358,28 @@ def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
     rows = range(table.num_rows)
     images = _Encoded(table["image"], [f"'{path}' row {row}" for row in rows], size)
     labels = np.array(table["label"].to_pylist())
-    return images, *_classes(labels, path), [str(row) for row in rows], _stamp(path)
+    return images, *_classes(labels, path), [str(row) for row in rows], stamp
 
 
 def _of_arrays(path: Path, size: int | None) -> tuple[Any, ...]:
     if size is not None:
         raise ValueError(f"`image_size` is {size}: the arrays of '{path}' have a size of their own")
-    images, labels = _arrays(path, "images", "labels")
+    content, (images, labels) = _arrays(path, "images", "labels")
     if images.ndim not in (3, 4) or labels.shape != images.shape[:1]:
         raise ValueError(
             f"'{path}' has images {images.shape} and labels {labels.shape}: they must be [N, H, W] "
             "or [N, H, W, C], and [N]"
         )
     images = images[..., None] if images.ndim == 3 else images
-    return images, *_classes(labels, path), [str(row) for row in range(len(labels))], _stamp(path)
+    names = [str(row) for row in range(len(labels))]
+    return images, *_classes(labels, path), names, _stamp(content)
 
 
-def _arrays(path: Path, *names: str, needed: int | None = None) -> list[np.ndarray]:
-    """Reads arrays of an .npz, of which the first are images; those beyond ``needed`` it may
-    lack."""
+def _arrays(
+    path: Path, *names: str, needed: int | None = None
+) -> tuple[Path | io.BytesIO, list[np.ndarray]]:
+    """Reads arrays of an .npz, of which the first are images; those beyond ``needed`` it may lack.
+    Returns what :func:`_content` gives of it besides."""
     try:
         content = _content(path)
         with zipfile.ZipFile(content) as packed:
@@ -393,7 +397,7 @@ def _arrays(path: Path, *names: str, needed: int | None = None) -> list[np.ndarr
             f"'{path}' has images of {images.dtype}, whose range nobody knows: give uint8, or "
             "floats of the range to train on"
         )
-    return [images, *rest]
+    return content, [images, *rest]
 
 
 def _classes(labels: np.ndarray, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -408,9 +412,9 @@ def _classes(labels: np.ndarray, path: Path) -> tuple[np.ndarray, tuple[str, ...
     return labels.astype(np.int32), tuple(map(str, range(int(labels.max(initial=-1)) + 1)))
 
 
-def _stamp(path: Path) -> str:
-    """The content of a file, wherever it lies."""
-    if is_remote(path):
-        return hashlib.sha256(read_object(path)).hexdigest()
-    with path.open("rb") as file:
+def _stamp(content: Path | io.BytesIO) -> str:
+    """The content of a file, of :func:`_content`."""
+    if isinstance(content, io.BytesIO):
+        return hashlib.sha256(content.getbuffer()).hexdigest()
+    with content.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

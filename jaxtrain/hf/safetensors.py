@@ -7,7 +7,6 @@ in it is executed, and of its bytes no more is read than is asked for. bfloat16 
 
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.data.blocks import BlockCache
+from jaxtrain.data.blocks import BlockCache, key_of
 from jaxtrain.host import storage
 from jaxtrain.host.paths import (
     file_system,
@@ -196,8 +195,7 @@ def _cache_of(path: Path) -> tuple[BlockCache, int]:
     """What keeps the blocks of a file in a bucket, and its size; another where the file is."""
     system, name = file_system(path)
     about = storage.retrying(lambda: system.info(name), f"'{path}'")
-    key = hashlib.sha256(repr([str(path), *sorted(about.items())]).encode()).hexdigest()[:32]
-    return BlockCache(path.parent, key), about["size"]
+    return BlockCache(path.parent, key_of(path, [about])), about["size"]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

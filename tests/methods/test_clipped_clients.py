@@ -1,8 +1,6 @@
 """Rounds that are private to a client: the loop over clients, noise once, refusals by name."""
 
 import dataclasses
-import functools
-import json
 import math
 
 import jax
@@ -19,6 +17,7 @@ from jaxtrain.methods.clipped_clients import ClippedClients
 from jaxtrain.methods.federated import Federated, client_round, federated
 from jaxtrain.methods.privacy import Private, epsilon_after
 from tests import problems
+from tests.methods.test_privacy import whole_and_killed
 
 C, N, B = 4, 8, 2
 CLIP, E = 3.0, 3.0
@@ -178,12 +177,6 @@ def test_clients_are_drawn_one_by_one_as_a_function_of_seed_and_round():
         data.PoissonClients(rows, [clients[0], clients[0]], per_round=1, local_batch=1, leaf=DRAWN)
 
 
-class Killed(jt.Hook):
-    def on_step(self, step, state):
-        if step == 3:
-            raise KeyboardInterrupt
-
-
 def digits(**given):
     pytest.importorskip("sklearn")
     private = Private(**{"noise": 1.0, "clip": 0.5} | given.pop("private", {}))
@@ -195,17 +188,8 @@ def digits(**given):
 @pytest.mark.slow
 def test_a_run_says_its_epsilon_and_goes_on_with_the_same_noise(tmp_path, capsys):
     pytest.importorskip("dp_accounting")
-    made, ends = digits(), {}
-    how = {"log_every": 1, "save_every": 2, "handle_signals": False}
-    for name in ("whole", "killed"):
-        options = functools.partial(jt.RunOptions, run_dir=str(tmp_path / name), **how)
-        if name == "killed":
-            with pytest.raises(KeyboardInterrupt):
-                jt.fit(made, options(), hooks=[Killed()])
-        ends[name] = jt.fit(made, options(resume=name == "killed")).state.params
-    jax.tree.map(np.testing.assert_array_equal, *ends.values())
-    lines = [json.loads(x) for x in (tmp_path / "killed/log.jsonl").read_text().splitlines()]
-    logged = {x["step"]: x["privacy/epsilon"] for x in lines if "privacy/epsilon" in x}
+    ends, logged = whole_and_killed(digits(), tmp_path, save_every=2, killed_at=3)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
     wanted = {n: epsilon_after(n, rate=4 / 40, noise=1.0) for n in range(1, 5)}
     assert logged == pytest.approx(wanted)
     told = (

@@ -108,25 +108,34 @@ def test_epsilon_is_as_published_and_its_noise_is_found():
 
 
 class Killed(jt.Hook):
+    def __init__(self, at):
+        self.at = at
+
     def on_step(self, step, state):
-        if step == 5:
+        if step == self.at:
             raise KeyboardInterrupt
+
+
+def whole_and_killed(made, folder, *, save_every, killed_at):
+    """The parameters at the end of a run, and of one that is killed and resumed, and the epsilons
+    in the log of the latter; their folders are `whole` and `killed`."""
+    how, ends = {"log_every": 1, "save_every": save_every, "handle_signals": False}, []
+    for name in ("whole", "killed"):
+        options = functools.partial(jt.RunOptions, run_dir=str(folder / name), **how)
+        if name == "killed":
+            with pytest.raises(KeyboardInterrupt):
+                jt.fit(made, options(), hooks=[Killed(killed_at)])
+        ends.append(jt.fit(made, options(resume=name == "killed")).state.params)
+    lines = [json.loads(x) for x in (folder / "killed/log.jsonl").read_text().splitlines()]
+    return ends, {x["step"]: x["privacy/epsilon"] for x in lines if "privacy/epsilon" in x}
 
 
 @pytest.mark.slow
 def test_a_private_run_says_its_epsilon_and_goes_on_with_the_same_noise(tmp_path, capsys):
     pytest.importorskip("dp_accounting")
     made = build(private={"noise": 1.0}, held_out=False)
-    how, ends = {"log_every": 1, "save_every": 3, "handle_signals": False}, {}
-    for name in ("whole", "killed"):
-        options = functools.partial(jt.RunOptions, run_dir=str(tmp_path / name), **how)
-        if name == "killed":
-            with pytest.raises(KeyboardInterrupt):
-                jt.fit(made, options(), hooks=[Killed()])
-        ends[name] = jt.fit(made, options(resume=name == "killed")).state.params
-    jax.tree.map(np.testing.assert_array_equal, *ends.values())
-    lines = [json.loads(x) for x in (tmp_path / "killed/log.jsonl").read_text().splitlines()]
-    logged = {x["step"]: x["privacy/epsilon"] for x in lines if "privacy/epsilon" in x}
+    ends, logged = whole_and_killed(made, tmp_path, save_every=3, killed_at=5)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
     expected = {n: epsilon_after(n, rate=4 / 32, noise=1.0) for n in range(1, 7)}
     assert logged == pytest.approx(expected)
     told = f"epsilon {expected[6]:.3f} at delta 1e-05 after 6 steps"
