@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 import os
 import pathlib
 import platform
+import re
 import threading
 import time
 import warnings
@@ -265,7 +267,10 @@ def compile_step(
             if deterministic:
                 options = DETERMINISTIC | options
                 report_finding(Kind.BITS, Why.BY(name=", ".join(DETERMINISTIC)))
-        compiled, hiding = compile_hiding(traced.lower(), mesh, options, hide=hide_communication)
+        lowered = traced.lower()
+        if deterministic:
+            _fix_attention(lowered.compiler_ir().operation)
+        compiled, hiding = compile_hiding(lowered, mesh, options, hide=hide_communication)
         if hiding:
             report_finding(Kind.HIDING, Why.OPTIONS(count=len(hiding), names=tuple(hiding)))
     seconds = time.perf_counter() - start
@@ -319,6 +324,25 @@ def processor() -> str:
     flags = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features"))})
     digest = hashlib.sha256("\n".join(flags or [text]).encode()).hexdigest()
     return f"{platform.machine()}-{digest[:8]}"
+
+
+def _fix_attention(operation: Any) -> None:
+    """Asks every call of cuDNN's attention within an MLIR operation for the same bits in each run.
+
+    XLA asks the first of several equal calls alone, and then finds no plan for the others, as in
+    layers that are written out (https://github.com/openxla/xla/pull/46500).
+    """
+    for inner in (inner for region in operation.regions for block in region for inner in block):
+        attributes = inner.operation.attributes
+        if "call_target_name" in attributes:
+            name, config = (attributes[key] for key in ("call_target_name", "backend_config"))
+            if re.fullmatch(r"__cudnn\$fmha\w*Backward", name.value):
+                text = json.loads(config.value)
+                text["cudnn_fmha_backend_config"]["force_deterministic"] = True
+                attributes["backend_config"] = type(config).get(
+                    json.dumps(text), context=operation.context
+                )
+        _fix_attention(inner.operation)
 
 
 def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> list[Check]:

@@ -1,5 +1,6 @@
 """What a compiled step promises, and what it says when the promise cannot be kept."""
 
+import json
 import os
 import pathlib
 import time
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.compile import _check_compiled, peak_bytes, use_compilation_cache
+from jaxtrain.compile import _check_compiled, _fix_attention, peak_bytes, use_compilation_cache
 from jaxtrain.decisions import Kind, Why
 from jaxtrain.sharding import overlap
 from jaxtrain.state import local_bytes
@@ -328,3 +329,19 @@ def test_options_that_another_version_of_xla_had_are_left_out(monkeypatch):
     own = {"mesh": mesh, "compiler_options": {"xla_unheard_of": True}}
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_unheard"):
         jt.compile_step(STEP, state, problems.make_batch(), **own)
+
+
+def test_each_of_several_equal_calls_of_cudnn_is_asked_for_the_same_bits():
+    name, config = "__cudnn$fmhaScaleBiasSoftmaxBackward", {"cudnn_fmha_backend_config": {"a": 1}}
+    form = {"custom_call_api_version": 2, "legacy_backend_config": json.dumps(config)}
+    like = jax.ShapeDtypeStruct((2,), "float32")
+
+    def twice(x):
+        call = jax.ffi.ffi_call(name, like, **form)
+        return jax.lax.scan(lambda x, _: (call(call(x)), None), x, length=2)[0]
+
+    lowered = jax.jit(twice).lower(like)
+    _fix_attention(lowered.compiler_ir().operation)
+    text = lowered.as_text()
+    assert text.count(name) == 2
+    assert text.count(r"{\22a\22: 1, \22force_deterministic\22: true}") == 2

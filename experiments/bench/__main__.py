@@ -25,6 +25,7 @@ from experiments.bench import (
 # A row is a function of its flags.
 ROWS = {
     "step": step.step,
+    "precisions": step.precisions,
     "dispatch": step.dispatch,
     "loader": default_run.loader,
     "bucket": bucket.main,

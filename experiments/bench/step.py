@@ -1,6 +1,7 @@
 """Rows on a train step on one device: against a hand-written one, and with nothing to compute."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -52,6 +53,37 @@ def step(config: Step) -> None:
         ),
     }
     gpt_row("step", config, variants, model, rows, steps=config.calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class Precisions(Rounds):
+    """A preset's step in several precisions, on one device."""
+
+    model: str = "llama-1b"
+    """A preset of the decoder; its layers are written out and nothing is computed again."""
+    rows: int = 8
+    """Rows of the batch."""
+    seq_len: int = 2048
+    """Tokens per row."""
+    precisions: tuple[str, ...] = ("bf16", "fp8_tensor")
+    """Values of an experiment's --precision; the first is what the others are compared with."""
+    rounds: int = 8
+    calls: int = 4
+    """Steps per round."""
+
+
+def precisions(config: Precisions) -> None:
+    """Compares jaxtrain's step with itself, by precision: a vocabulary of 32,000, AdamW."""
+    model = decoder.PRESETS[config.model]()
+    sizes = {"vocab_size": 32000, "seq_len": config.seq_len, "scan_unroll": model.layers}
+    model = dataclasses.replace(model, **sizes, remat="none")
+    policies = {name: jt.Policy.named(name) for name in config.precisions}
+    batch, variants = make_batch(model, config.rows), {}
+    for name, policy in policies.items():
+        init = functools.partial(decoder.init, model)
+        variants[name] = jaxtrain_variant(model, init, batch, config.calls, policy=policy)
+    first = policies[config.precisions[0]]
+    gpt_row("precisions", config, variants, model, config.rows, steps=config.calls, policy=first)
 
 
 @dataclasses.dataclass(frozen=True)

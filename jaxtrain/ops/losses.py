@@ -347,11 +347,16 @@ def _forward(form, x_BTD, kernel_DV, bias_V, targets_BT, mask_BT):
         x_ND, targets_N, mask_N = _gathered(parts)
         product_NV = jnp.matmul(x_ND, kernel_DV, preferred_element_type=sums_in)
         logits_NV = _logits(form, product_NV, bias_V)
-        per_token, softmax_NV = _token_losses(form.vocab_size, logits_NV, targets_N, in_passes)
+        per_token, weights_NV, total_N = _token_losses(
+            form.vocab_size, logits_NV, targets_N, in_passes
+        )
+        # Of softmax and of the target; a division for each logit would cost more than the rest.
+        by_target_N = scale * mask_N
+        by_weight_N = by_target_N / total_N
         if form.z_loss:
-            softmax_NV = softmax_NV * (1 + 2 * form.z_loss * per_token[2])[:, None]
-        target_NV = targets_N[:, None] == jnp.arange(V)
-        d_logits_NV = (softmax_NV - target_NV) * (scale * mask_N)[:, None]
+            by_weight_N *= 1 + 2 * form.z_loss * per_token[2]
+        target_NV = jnp.where(targets_N[:, None] == jnp.arange(V), by_target_N[:, None], 0.0)
+        d_logits_NV = weights_NV * by_weight_N[:, None] - target_NV
         if form.softcap is not None:
             d_logits_NV = d_logits_NV * soft_cap_slope(logits_NV, form.softcap)
         d_logits_NV = d_logits_NV.astype(dtype)
@@ -419,7 +424,8 @@ def _three_passes(logits_NV, target_NV):
 
 
 def _token_losses(vocab_size, logits, targets_N, in_passes=_three_passes):
-    """Returns per token the loss, whether the target is on top and log Z, [N]; softmax [N, V]."""
+    """Returns per token the loss, whether the target is on top and log Z, [N]; softmax times its
+    total [N, V], and that total [N]."""
     column = jnp.arange(logits.shape[1])
     if vocab_size < logits.shape[1]:
         logits = jnp.where(column < vocab_size, logits, MASKED)
@@ -427,7 +433,7 @@ def _token_losses(vocab_size, logits, targets_N, in_passes=_three_passes):
     target_NV = jnp.where(column == targets_N[:, None], logits, 0.0)
     peak, total, target, weights = in_passes(logits, target_NV)
     log_z = peak + jnp.log(total)
-    return (log_z - target, target >= peak, log_z), weights / total[:, None]
+    return (log_z - target, target >= peak, log_z), weights, total
 
 
 def _one_pass(logits_NV, target_NV):
