@@ -2,8 +2,8 @@
 
 All are compiled before anything is timed. Then they train in rounds, a few steps each, so that
 whatever else the machine does falls on all of them alike. The batches of a block are on the devices
-before its time begins. On an accelerator the state of a variant lies on the devices only while it
-trains: each has their memory to itself.
+before its time begins. Where the memory of an accelerator cannot hold the states of all variants
+beside the largest step, each lies there only while it trains.
 """
 
 import contextlib
@@ -41,7 +41,11 @@ from jaxtrain.run.refusal import called_back
 from jaxtrain.sharding.mesh import describe_mesh
 from jaxtrain.sharding.offload import is_on_host
 from jaxtrain.sharding.rules import batch_sharding
+from jaxtrain.state import local_bytes
 from jaxtrain.tree import PyTree
+
+# Of the memory of a device, what states and a step may take together.
+SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +132,9 @@ def compare(
         size = human_bytes(run.program.memory_bytes)
         print(f"{run.name}: {text}, {size}", file=sys.stderr, flush=True)
     _warm_up(runs, block_steps)
+    stay = _fit_together(runs)
+    for run in runs:
+        run.stays |= stay
     for number in range(1, rounds + 1):
         for run in runs:
             run.train_block(block_steps)
@@ -149,6 +156,14 @@ def _warm_up(runs: Sequence["_Run"], block_steps: int) -> None:
             run.train_block(block_steps)
         after = memory.device_memory().get("peak")
         run.measured_bytes = None if after == before else after
+
+
+def _fit_together(runs: Sequence["_Run"]) -> bool:
+    """Whether the devices hold the states of all variants beside the step that takes most."""
+    limit = memory.device_limit()
+    states = [local_bytes(run.shapes) for run in runs]
+    steps = [run.program.memory_bytes - own for run, own in zip(runs, states, strict=True)]
+    return limit is not None and sum(states) + max(steps) <= SHARE * limit
 
 
 def _result(run: "_Run", first: "_Run", block_steps: int, held_out_batches: int) -> Result:
@@ -189,15 +204,17 @@ class _Run(Hook):
     def __init__(self, name: str, experiment: Experiment, devices: Any):
         self.name, self.experiment = name, experiment
         self.mesh = make_experiment_mesh(experiment, devices)
-        self._shapes = make_abstract_state(experiment, self.mesh)
-        self._places = jax.tree.map(lambda x: x.sharding, self._shapes)
+        self.shapes = make_abstract_state(experiment, self.mesh)
+        # The round that is not timed counts a variant's own memory alone.
+        self.stays = self.mesh.devices.flat[0].platform == "cpu"
+        self._places = jax.tree.map(lambda x: x.sharding, self.shapes)
         self._state: PyTree = None
         self.losses: list[float] = []
         self.times: list[tuple[float, float]] = []  # wall and CPU seconds of a step, by block
 
     def compile(self, steps: int) -> None:
         """Compiles for so many steps, in blocks of whole calls."""
-        self._train, programs = compile_loop(self.experiment, self._shapes, self.mesh, 0, steps)
+        self._train, programs = compile_loop(self.experiment, self.shapes, self.mesh, 0, steps)
         (self.program,) = programs.values()
 
     def on_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -218,7 +235,7 @@ class _Run(Hook):
         jax.block_until_ready(state)
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
         self.times.append((wall / steps, cpu / steps))
-        self._state = state if self.mesh.devices.flat[0].platform == "cpu" else park(state)
+        self._state = state if self.stays else park(state)
 
     def rounding(self, count: int) -> dict[str, tuple[float, ...]]:
         """The gradients of the next so many batches against those of float32."""

@@ -40,6 +40,14 @@ def device_memory() -> dict[str, float]:
     return found
 
 
+def device_limit() -> float | None:
+    """Returns the bytes that JAX may use of each device, the least over this process's devices;
+    None where the backend keeps no such count (CPU)."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    limits = [each.get("bytes_limit") for each in stats]
+    return float(min(limits)) if all(limits) else None
+
+
 def host_memory() -> int:
     """Returns the most bytes of memory that this process has had resident."""
     with contextlib.suppress(FileNotFoundError):

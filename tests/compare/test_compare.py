@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import types
 
 import jax
 import numpy as np
@@ -123,6 +124,18 @@ def test_a_parked_state_is_on_the_host_and_comes_back_as_it_was():
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves((parked.params, parked.step)))
     back = jax.device_put(parked, jax.tree.map(lambda x: x.sharding, state))
     assert digest(back) == digest(state)
+
+
+@pytest.mark.parametrize(("limit", "fit"), [(None, False), (160, False), (200, True)])
+def test_states_stay_on_devices_that_hold_them_all_beside_the_largest_step(monkeypatch, limit, fit):
+    monkeypatch.setattr(turns.memory, "device_limit", lambda: limit)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    state = {"x": jax.ShapeDtypeStruct((10,), "float32", sharding=place)}
+    runs = [
+        types.SimpleNamespace(shapes=state, program=types.SimpleNamespace(memory_bytes=peak))
+        for peak in (60, 100, 50)  # 40 of each are its state
+    ]
+    assert turns._fit_together(runs) == fit
 
 
 @pytest.mark.parametrize(
