@@ -30,7 +30,7 @@ from jaxtrain.engines.plain import (
     trainable,
 )
 from jaxtrain.engines.reduction import reduced_once, why_not
-from jaxtrain.loss import LossFn, WeightedLoss, as_weighted, check_metrics
+from jaxtrain.loss import LossFn, WeightedLoss, as_weighted, check_metrics, is_row_wise
 from jaxtrain.ops.scaled import shares_lost
 from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
@@ -136,13 +136,13 @@ def check_exact(
     has_model_state: bool = False,
 ) -> None:
     """Raises ValueError where a batch cannot be taken in ``exact`` grains: its loss is not declared
-    a sum over rows, it has model state, or what is rounded is counted."""
+    a sum over rows, or what is rounded is counted."""
     if as_policy(policy).count_rounding:
         raise ValueError(
             f"`exact` is {exact} and `count_rounding` True, whose counts grains do not have: "
             "leave one of them out"
         )
-    if reason := why_not(loss_fn, has_model_state=has_model_state):
+    if reason := why_not(loss_fn, has_model_state=has_model_state and not is_row_wise(loss_fn)):
         raise ValueError(
             f"`exact` is {exact} and a batch cannot be taken in grains, {reason}: leave it out"
         )
@@ -175,7 +175,9 @@ def build_engine(
         )
     gather = "step" if engine.by_row else gather
     obstacle = why_not(loss_fn, has_model_state=has_model_state, engine=engine)
-    if engine.by_parts and (reason := why_not(loss_fn, has_model_state=has_model_state)):
+    joined = engine.joins_state and is_row_wise(loss_fn)
+    reason = why_not(loss_fn, has_model_state=has_model_state and not joined)
+    if engine.by_parts and reason:
         raise ValueError(
             f"the gradient engine {name_of(engine.make)!r} takes parts of a batch by themselves, "
             f"which are not what the whole is, {reason}: use another engine"

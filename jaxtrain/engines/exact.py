@@ -62,7 +62,7 @@ def exact(grains: int, cast: Callable[[PyTree], PyTree] = lambda params: params)
     def exact_sums(loss_fn: LossFn, microbatches: int) -> GradientEngine:
         return by_grains(plain(loss_fn), grains, microbatches=microbatches, cast=cast)
 
-    return Engine(exact_sums, accumulates=True, by_parts=True)
+    return Engine(exact_sums, accumulates=True, by_parts=True, joins_state=True)
 
 
 def by_grains(
@@ -76,7 +76,8 @@ def by_grains(
     """Makes the engine that takes a batch grain by grain with another, such as a pipeline.
 
     Args:
-      one: the engine of a grain; its loss is a sum over rows.
+      one: the engine of a grain; its loss is a sum over rows. Each grain begins with the model
+        state of the step. The new one is the mean of theirs, or the largest whole number.
       grains: K.
       microbatches: the fewest grains of a device.
       cast: parameters to the dtype in which they are gathered.
@@ -85,40 +86,41 @@ def by_grains(
     """
 
     def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
-        del model_state  # which an engine by parts is not given
         report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
         shards, narrow = _shards(params), cast(params)
 
-        def on_device(params, batch, rng, loss_scale):
+        def on_device(params, model_state, batch, rng, loss_scale):
             whole = shards.gathered(params)
             here = grains_of_a_device(grains, _parts(shards), microbatches)
             cut, rows = _cut(batch, grains, here)
             start = jax.lax.axis_index(shards.axes) * here if shards.axes else 0
             at = functools.partial(_at, cut)
 
-            def gradient(own, j, params, scale):
-                sums = one(params, None, own, key(start + j), scale, frozen=frozen)
-                return sums.grads, sums.loss
+            def gradient(own, j, params, state, scale):
+                sums = one(params, state, own, key(start + j), scale, frozen=frozen)
+                return sums.grads, sums.loss, sums.model_state
 
             with apart_along(*GATHERED_AXES):
-                with_key = lambda rng: one(whole, None, at(0), rng, loss_scale, frozen=frozen)  # noqa: E731
+                given = whole, model_state, at(0)
+                with_key = lambda rng: one(*given, rng, loss_scale, frozen=frozen)  # noqa: E731
                 with_key = functools.partial(draws, whole, at(0)) if draws else with_key
                 how = {"rows": rows, "place": lambda j: (j * rows, 1)}
                 key, _ = microbatch_keys(with_key, rng, grains, **how)
                 zero = _zero(jax.random.key_data(rng).ravel()[0])
-                sums = _counted(gradient, at, (whole, loss_scale), here, zero)
-            return _over_devices(sums, shards)
+                sums = _counted(gradient, at, (whole, model_state, loss_scale), here, zero)
+            grads, loss, state = _over_devices(sums, shards)
+            return grads, loss, jax.tree.map(functools.partial(_mean, count=grains + zero), state)
 
         training, _ = trainable(narrow, frozen)
         program = _mapped(
             on_device,
             shards,
-            (shards.places(shards.params, narrow), _rows(batch, shards), P(), P()),
-            (shards.places(shards.grads, training), P()),
+            (shards.places(shards.params, narrow), P(), _rows(batch, shards), P(), P()),
+            (shards.places(shards.grads, training), P(), P()),
         )
-        grads, loss = program(narrow, batch, rng, loss_scale)
+        grads, loss, state = program(narrow, model_state, batch, rng, loss_scale)
         # Of arrays again: what is cast may be kernels in their place, under the same paths.
-        return GradientSums(by_paths(named_leaves(grads), params), loss, None, grains)
+        return GradientSums(by_paths(named_leaves(grads), params), loss, state, grains)
 
     return engine
 
@@ -135,7 +137,8 @@ def on_pieces(
             return update(state, sums)
         places = shards.places(specs, state)
         grads = shards.places(shards.grads, sums.grads)
-        given = places, dataclasses.replace(jax.tree.map(lambda _: P(), sums), grads=grads)
+        cut = {"grads": grads, "model_state": places.model_state}
+        given = places, dataclasses.replace(jax.tree.map(lambda _: P(), sums), **cut)
         leaves = [jax.tree.leaves(tree) for tree in (given, places)]
         zero = lambda state, sums: state.step >> 31  # noqa: E731
         own = in_pieces(update, *leaves, shards.slow, zero)
@@ -182,9 +185,9 @@ def evaluated_in_grains(
       grains: K.
     """
 
-    def loss(rows: PyTree, j: Any, state: PyTree) -> tuple[None, WeightedLoss]:
+    def loss(rows: PyTree, j: Any, state: PyTree) -> tuple[None, WeightedLoss, None]:
         del j
-        return None, evaluate(state, rows)
+        return None, evaluate(state, rows), None
 
     def whole(state: PyTree, batch: PyTree) -> WeightedLoss:
         report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
@@ -271,8 +274,18 @@ def _cut(batch: PyTree, grains: int, here: int) -> tuple[PyTree, int]:
     return jax.tree.map(cut, batch), rows // here
 
 
-def _add(first: tuple[PyTree, WeightedLoss], second: tuple[PyTree, WeightedLoss]) -> Any:
-    return jax.tree.map(jnp.add, first[0], second[0]), first[1] + second[1]
+def _add(first: tuple[PyTree, WeightedLoss, PyTree], second: tuple) -> tuple:
+    grads = jax.tree.map(jnp.add, first[0], second[0])
+    return grads, first[1] + second[1], jax.tree.map(_join, first[2], second[2])
+
+
+def _join(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a + b if jnp.issubdtype(a.dtype, jnp.inexact) else jnp.maximum(a, b)
+
+
+def _mean(x: jax.Array, *, count: jax.Array) -> jax.Array:
+    # Of a number that the compiler does not know: it would multiply by the inverse, or divide.
+    return x / count.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def _counted(
@@ -327,10 +340,10 @@ def _zero(bits: jax.Array) -> jax.Array:
     return jnp.minimum((bits >> 1).astype(jnp.int32), 0)
 
 
-def _over_devices(sums: tuple[PyTree, WeightedLoss], shards: Shards) -> Any:
+def _over_devices(sums: tuple[PyTree, WeightedLoss, PyTree], shards: Shards) -> tuple:
     """Adds what devices have, in their order, along the tree."""
-    grads, loss = sums
+    grads, *rest = sums
     if not shards.axes:
         return sums
-    loss = tree_sum(jax.lax.all_gather(loss, shards.axes), lambda a, b: a + b)
-    return shards.summed_in_order(grads), loss
+    _, *rest = tree_sum(jax.lax.all_gather((None, *rest), shards.axes), _add)
+    return shards.summed_in_order(grads), *rest

@@ -74,6 +74,8 @@ class Engine:
         left out leaves it as it was. None for an engine without a memory.
       by_parts: whether it takes parts of the rows each by itself, and not for the sum alone, which
         no loss may have that is not row-wise, or has model state.
+      joins_state: whether it takes model state all the same, of a loss that is declared row-wise,
+        and joins those that parts leave.
       by_row: whether it computes the loss of each row alone, so that any loss is row-wise to it and
         draws for a row by its own key. It always runs per device, with weights that are whole.
       draws_by_row: the promise that what a loss draws by :func:`jaxtrain.ops.numerics.drop` for a
@@ -88,6 +90,7 @@ class Engine:
     accumulates: bool = False
     init: Callable[[PyTree], PyTree] | None = None
     by_parts: bool = False
+    joins_state: bool = False
     by_row: bool = False
     draws_by_row: bool = False
     finish: Callable[..., GradientSums] | None = None

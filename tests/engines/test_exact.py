@@ -7,6 +7,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -250,3 +251,52 @@ def test_one_device_is_refused():
     """Where BERT, T5 and Muon have other bits than on two."""
     with pytest.raises(ValueError, match=r"the mesh has one device.*use 2 devices or more"):
         train({"data": 1})
+
+
+def centred(params, means, batch, rng):
+    """A loss of rows less the means of rows before; what moves is a mean over rows, and a count."""
+    rows_NF = batch["x"]
+    nll = jnp.square((rows_NF - means["rows"]) @ params["w"] - batch["y"]).mean(-1)
+    moved = {"rows": 0.9 * means["rows"] + 0.1 * rows_NF.mean(0), "steps": means["steps"] + 1}
+    return jt.WeightedLoss(nll.sum(), jnp.float32(len(nll))), moved
+
+
+def follow(axes, exact, declared=True, grains=6):
+    loss = jt.row_wise(centred) if declared else centred
+    mesh = jt.make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+    r = np.random.default_rng(0)
+    batches = [{"x": r.normal(1, 2, (24, 8)), "y": r.normal(0, 1, (24, 4))} for _ in range(3)]
+    batches = jax.tree.map(np.float32, batches)
+    init = lambda rng: (  # noqa: E731
+        {"w": jax.random.normal(rng, (8, 4)), "b": jnp.zeros(8)},
+        {"rows": jnp.zeros(8), "steps": jnp.int32(0)},
+    )
+    chain = optax.adam(1e-2)
+    given = {"mesh": mesh, "rules": [("w", ("fsdp", None))]}
+    how = {"has_model_state": True}
+    state = jt.init_state(init, chain, jax.random.key(0), **given, **how)
+    step = jt.build_train_step(loss, chain, exact=grains if exact else 0, **how)
+    train = jt.compile_step(step, state, batches[0], **given)
+    evaluate = jt.build_eval_step(loss, exact=grains if exact else 0, **how)
+    evaluate = jt.compile_step(evaluate, state, batches[0], donate=False, **given)
+    for each in batches:
+        state, _ = train(state, each)
+    return state, evaluate(state, batches[0]).means()
+
+
+@pytest.mark.parametrize(
+    "axes", [pytest.param({"data": 6}, marks=pytest.mark.slow), {"data": 3, "fsdp": 2}]
+)
+def test_model_state_of_a_sum_over_rows_has_the_bits_of_three_devices_and_the_usual_values(axes):
+    three, usual = (follow({"data": 3}, exact=exact) for exact in (True, False))
+    assert digest(follow(axes, exact=True)) == digest(three)
+    (found, means), (of, usual_means) = three, usual
+    assert int(found.model_state["steps"]) == int(of.model_state["steps"]) == 3
+    pairs = (found.params, of.params), (found.model_state, of.model_state), (means, usual_means)
+    for each in pairs:
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-6), *each)
+
+
+def test_model_state_of_another_loss_is_refused():
+    with pytest.raises(ValueError, match=r"the model has state, which is that of all rows"):
+        follow({"data": 3}, exact=True, declared=False)
