@@ -41,8 +41,9 @@ from jaxtrain.tree import PyTree, named_leaves
 
 # Of the compiled programs that are kept under the cache; those used longest ago go first.
 PROGRAM_BYTES = 4 << 30
-# Additions in a fixed order, and kernels by name: XLA implies the latter by the former.
-DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+# Additions in a fixed order, and kernels by name: XLA implies the latter by the former. It has none
+# by name for products of Triton's, and does not compile them (jax 0.11, for a chip that is absent).
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 # Products of 8 bits by cuBLAS, which writes 16 bits; what XLA tunes against it writes float32.
 EIGHT_BITS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_enable_cublaslt": True}
 # A narrow number is rounded wherever the program says so, whatever is fused.

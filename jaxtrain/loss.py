@@ -153,9 +153,9 @@ def row_wise(loss_fn: LossFn) -> LossFn:
     The loss of some rows plus that of others, added as ``WeightedLoss`` adds, must be the loss of
     all of them: total, weight (such as the number of rows) and metrics. Cross-entropy of tokens is
     so. A mean over the batch, a contrastive loss, a penalty on parameters or a norm over the batch
-    is not. On a mesh the
-    gradients of such a loss are summed on each device over the microbatches of a step and reduced
-    once (:mod:`jaxtrain.engines.reduction`); those of any other are reduced in every microbatch.
+    is not. On a mesh the gradients of such a loss are summed on each device over the microbatches
+    of a step and reduced once (:mod:`jaxtrain.engines.reduction`); those of any other are reduced
+    in every microbatch. Model state that it returns is to move by a mean over rows.
 
     Nobody checks the declaration; :func:`jaxtrain.parity` shows where it is false. A loss may draw
     with its key by :func:`jaxtrain.ops.numerics.drop`; one that draws in another way is found out
