@@ -43,12 +43,12 @@ PAIRS = {
 }
 # In training, the largest difference of a warp's numbers from none, and the share of canvases with
 # one digit.
-WARP, ALONE = 0.1, 0.3
+WARP, ALONE = 0.2, 0.3
 BEAMS = 4
 # With Muon's own peak rate the loss of canvases stays where they are not looked at for long.
 RATES = {"muon": 0.003}
-# Canvases of an epoch, held-out ones, and those of the picture.
-TRAIN, HELD_OUT, SHOWN = 16_384, 512, 12
+# Canvases of an epoch, so that a run hardly sees one twice; held-out ones, and those of the picture.
+TRAIN, HELD_OUT, SHOWN = 2**20, 512, 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Config(jt.Config):
     init_from: str | None = None
     """A run of this experiment, or the folder of its export, to begin with: its model and its
     weights."""
-    steps: int = 1500
+    steps: int = 4000
     global_batch: int = 64
     """Canvases per step, over all devices."""
-    layers: int = 2
+    layers: int = 3
     """Number of layers of the image tower, and of the decoder."""
     width: int = 64
     """Width of both residual streams."""
