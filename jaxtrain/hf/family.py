@@ -17,6 +17,7 @@ from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.llava import LlavaConfig
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.activations import GATED
+from jaxtrain.ops.rotary import DynamicScaling
 from jaxtrain.tree import named_leaves
 
 ModelConfig = DecoderConfig | EncoderConfig | T5Config | ViTConfig | ClipConfig
@@ -170,6 +171,8 @@ class Family:
                 value = words[0]
             theirs[name] = value
         theirs |= self.write(config) | self.fixed
+        if isinstance(scaling := getattr(config, "rope_scaling", None), DynamicScaling):
+            theirs["max_position_embeddings"] = scaling.length
         wanted, got = _essence(config), _essence(self.config(theirs))
         for name, value in wanted.items():
             if got[name] != value:
@@ -228,4 +231,6 @@ def _essence(config: ModelConfig) -> dict[str, Any]:
     fields |= {"window_pattern": windows_of(config), "delta_pattern": deltas_of(config)}
     if config.positions == "learned":
         del fields["rope_theta"]
+    if isinstance(config.rope_scaling, DynamicScaling):
+        del fields["seq_len"]  # theirs is the length beyond which positions are scaled
     return {name: value for name, value in fields.items() if name not in OURS | {"vocab_multiple"}}

@@ -8,7 +8,7 @@ from jaxtrain.hf.table import REQUIRED
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
-from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling, YarnScaling
+from jaxtrain.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 
 
 def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
@@ -26,6 +26,8 @@ def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
     for name, value in {"rope_theta": theta, **found}.items():
         if name in ("rope_theta", *_LLAMA3):
             check_positive(name, value)
+    if kind == "dynamic":  # whose length transformers takes from nowhere else
+        found[_LENGTH] = positive(theirs, _LENGTH)
     if kind == "yarn" and set(_YARN[:2]) <= found.keys() <= {*_YARN, *_MSCALES}:
         return {"rope_theta": theta, "rope_scaling": _yarn(found)}
     for scaling, (name, numbers) in _SCALINGS.items():
@@ -33,15 +35,15 @@ def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
             return {"rope_theta": theta, "rope_scaling": scaling(*map(found.get, numbers))}
     if kind != "default" or found:
         known = (f"{name!r} with {', '.join(numbers)}" for name, numbers in _SCALINGS.values())
-        same = "; up to max_position_embeddings 'default' is the same" if kind == "dynamic" else ""
         raise ValueError(
             f"rope_type={kind!r} with {', '.join(found) or 'nothing'} is not known here: only "
-            f"'default', {', '.join(known)}{same}"
+            f"'default', {', '.join(known)}"
         )
     return {"rope_theta": theta, "rope_scaling": None}
 
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_LENGTH = "max_position_embeddings"
 _MSCALES = ("mscale", "mscale_all_dim")
 _YARN = ("factor", _LLAMA3[3], "attention_factor", "beta_fast", "beta_slow", "truncate")
 _YARN += _MSCALES[1:]
@@ -50,6 +52,7 @@ _SCALINGS = {
     Llama3Scaling: ("llama3", _LLAMA3),
     LinearScaling: ("linear", ("factor",)),
     YarnScaling: ("yarn", _YARN),
+    DynamicScaling: ("dynamic", ("factor", _LENGTH)),
 }
 
 
@@ -78,6 +81,7 @@ def _scaling(config: DecoderConfig | EncoderConfig) -> dict[str, Any] | None:
     name, numbers = _SCALINGS[type(config.rope_scaling)]
     found = {"rope_type": name} | dict(zip(numbers, config.rope_scaling, strict=True))
     if name != "yarn":
+        found.pop(_LENGTH, None)  # which stands beside, not within
         return found
     found["truncate"] = bool(found["truncate"])
     usual = _yarn({key: found[key] for key in _YARN[:2]})._asdict().values()
@@ -138,8 +142,9 @@ def read_two_ropes(
     both = theirs.pop("rope_parameters", None) or {}
     if not isinstance(both, dict) or not both.keys() <= {_FULL, _SLIDING}:
         raise ValueError(f"rope_parameters={both!r} is not an object of {_FULL} and {_SLIDING}")
+    length = {_LENGTH: theirs.get(_LENGTH)}
     own, local = (
-        {"rope_theta": theirs.pop(name, theta), "rope_parameters": both.get(kind)}
+        {"rope_theta": theirs.pop(name, theta), "rope_parameters": both.get(kind)} | length
         for (name, theta), kind in zip(thetas.items(), (_FULL, _SLIDING), strict=True)
     )
     whole = read_rope(own | {"rope_scaling": theirs.pop("rope_scaling", None)}, REQUIRED)

@@ -268,13 +268,13 @@ def step_attention(
 def row_angles(
     config: BlockConfig, index: int | jax.Array, positions_BT: jax.Array | None, T: int
 ) -> Any:
-    """Rotary angles of layer ``index`` at positions, by default 0 .. T - 1; None where there are
-    none."""
+    """Rotary angles of layer ``index`` at positions of a row of T, by default 0 .. T - 1; None
+    where there are none."""
     if config.rope_theta is None:
         return None
     positions_BT = jnp.arange(T)[None] if positions_BT is None else positions_BT
     frequencies = rotary_frequencies(
-        config.rotated, theta=config.rope_theta, scaling=config.rope_scaling
+        config.rotated, theta=config.rope_theta, scaling=config.rope_scaling, row=T
     )
     magnitude = getattr(config.rope_scaling, "magnitude", 1.0)
     if config.local_rope_theta is not None:

@@ -27,6 +27,7 @@ from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bia
 from jaxtrain.models.llava import LlavaConfig
 from jaxtrain.ops.cached import Rounded, Tiles, chunk_attention, whole_attention
 from jaxtrain.ops.per_device import split_over
+from jaxtrain.ops.rotary import DynamicScaling
 from jaxtrain.sharding.placement import constrain, gather
 
 # The token that begins a T5's target: its token of padding.
@@ -311,7 +312,9 @@ class CausalDecoder:
         block = layers.apply(layers.Block, form, gather(layer_params, path))
         angles = None
         if not form.delta:
-            angles = attending.row_angles(self.config.block, l, positions_BC, x_BCD.shape[1])
+            at_BC = jnp.arange(x_BCD.shape[1])[None] if positions_BC is None else positions_BC
+            # Rows in a cache, whatever their padding, are too short for dynamic scaling.
+            angles = attending.row_angles(self.config.block, l, at_BC, 0)
         x_BCD, kept, routes = block(x_BCD, angles, attend)
         if not self.record:
             return x_BCD, kept
@@ -427,6 +430,26 @@ def check_pages(config: DecoderConfig) -> None:
         raise ValueError(
             f"delta_pattern={config.delta_pattern} gives layers the gated delta rule, whose state "
             "of a row no page of keys holds: generate with it, or serve a model without"
+        )
+
+
+def longest_row(config: Any) -> int | None:
+    """Returns how many positions a row may have that is read into a cache; None for any number."""
+    if config.positions == "learned":
+        return config.seq_len
+    scaling = config.rope_scaling
+    return scaling.length if isinstance(scaling, DynamicScaling) else None
+
+
+def check_positions(config: Any, length: int) -> None:
+    """Raises ValueError for rows of so many positions, read into a cache, where dynamic scaling
+    would change the angles of keys that the cache has."""
+    scaling = config.rope_scaling
+    if isinstance(scaling, DynamicScaling) and length > scaling.length:
+        raise ValueError(
+            f"the length of a row is {length}: dynamic scaling (rope_type dynamic) has another "
+            f"base at each length beyond {scaling.length}, and keys in a cache keep theirs; ask "
+            f"for at most {scaling.length} positions, or use a model of rope_type yarn"
         )
 
 

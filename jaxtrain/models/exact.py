@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.models import attending, decoder
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder, Pages, check_pages, scan_layers
+from jaxtrain.models.decoding import CausalDecoder, Pages, check_pages, check_positions, scan_layers
 from jaxtrain.ops.cached import Tiles
 from jaxtrain.ops.per_device import not_taken_over, split_over
 
@@ -164,9 +164,11 @@ def log_probs(config: DecoderConfig, params: Any, batch: Mapping[str, jax.Array]
       float32 [B, T], 0 behind the last token that ``mask`` counts.
 
     Raises:
-      ValueError: for rows of several documents, and on meshes that split more than rows.
+      ValueError: for rows of several documents, or beyond the length of dynamic scaling, and on
+        meshes that split more than rows.
     """
     check_form(config)
+    check_positions(config, batch["tokens"].shape[1])
     if found := {"segments", "positions"} & batch.keys():
         raise ValueError(
             f"the batch has {' and '.join(sorted(found))}: exact log-probabilities are those of "

@@ -38,6 +38,7 @@ from jaxtrain.models.decoding import (
     CausalDecoder,
     Decoder,
     check_pages,
+    check_positions,
     decoder_of,
     pin_cache,
 )
@@ -145,7 +146,7 @@ def generate(
     Raises:
       ValueError: for settings out of range, a missing key, tokens beyond the vocabulary, or, with
         learned positions, prompt and new tokens that together exceed ``seq_len`` (rotary positions
-        have no such limit).
+        have no such limit, except that those of dynamic scaling may not exceed its length).
     """
     batch = prompts(config, prompt_tokens, max_new_tokens=max_new_tokens, **given)
     return _draw(_Form(decoder_of(config), max_new_tokens), Weights(params), batch)
@@ -324,6 +325,7 @@ def prompts(
             f"a prompt of {P if config.seq_len < P else longest} tokens and {max_new_tokens} new "
             f"ones exceed the {config.seq_len} learned positions; shorten either"
         )
+    check_positions(config, longest + max_new_tokens)
     if image is not None:
         if not isinstance(config, LlavaConfig):
             raise ValueError("`image` is given, and the model reads none: leave it out")
@@ -382,6 +384,8 @@ def _end(form: _Form, state: Any, batch: Prompts) -> "_Now":
             f"a step that writes {form.count} new tokens has prompts for {batch.max_new_tokens}: "
             "give both the same max_new_tokens"
         )
+    if batch.max_new_tokens is None:
+        check_positions(form.decoder.config, batch.tokens.shape[1] + form.count)
     params = _gathered(form, state.params)
     now = _first(form, params, batch)
     more = lambda now: (now.step < form.count) & now.rows.running  # noqa: E731

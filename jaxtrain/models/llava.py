@@ -122,6 +122,7 @@ class LlavaConfig:
     vocab_size = property(lambda self: self.text.vocab_size)
     positions = property(lambda self: self.text.positions)
     seq_len = property(lambda self: self.text.seq_len)
+    rope_scaling = property(lambda self: self.text.rope_scaling)
 
 
 class Projector(nnx.Module):

@@ -105,12 +105,39 @@ class YarnScaling(NamedTuple):
         return frequencies * (1 - divided + divided / self.factor)
 
 
-Scaling = Llama3Scaling | LinearScaling | YarnScaling
+class DynamicScaling(NamedTuple):
+    """Rotary positions whose base grows with the row (dynamic NTK, ``rope_type: dynamic``): that of
+    T positions, more than ``length``, is ``theta (1 + factor (T / length - 1)) ** (K / (K - 2))``.
+
+    T counts the padding of a row and all documents that are packed into it.
+
+    Args:
+      factor: makes the base grow faster.
+      length: positions that the model had been trained on before; up to it nothing is scaled.
+    """
+
+    factor: float
+    length: int
+
+    def scaled_in(self, row: Any, frequencies: jax.Array) -> jax.Array:
+        """Returns the frequencies in a row of ``row`` positions.
+
+        >>> DynamicScaling(2.0, 64).scaled_in(160, jnp.array([1.0, 0.1, 0.01]))
+        Array([1.    , 0.05  , 0.0025], dtype=float32)
+        """
+        pairs = frequencies.shape[0]
+        # An exported program has rows of any length, which Python's max could not compare.
+        times = jnp.maximum(jnp.asarray(row, frequencies.dtype) / self.length, 1.0)
+        slower = (1 + self.factor * (times - 1)) ** (jnp.arange(pairs) / max(pairs - 1, 1))
+        return frequencies / slower
+
+
+Scaling = Llama3Scaling | LinearScaling | YarnScaling | DynamicScaling
 
 
 def scaling_of(values: Any) -> Scaling:
-    """Makes a scaling of its numbers, such as those of a file: one is linear, four are Llama 3's,
-    and six or seven YaRN's.
+    """Makes a scaling of its numbers, such as those of a file: one is linear, two are dynamic, four
+    are Llama 3's, and six or seven YaRN's.
 
     Raises:
       ValueError: they are others.
@@ -121,19 +148,21 @@ def scaling_of(values: Any) -> Scaling:
     numbers = isinstance(values, list | tuple) and all(type(x) in (int, float) for x in values)
     if numbers and len(values) == 1 and values[0] > 0:
         return LinearScaling(*values)
+    if numbers and len(values) == 2 and min(values) > 0:
+        return DynamicScaling(*values)
     if numbers and len(values) in (6, 7) and min(values[:5]) > 0 and values[3] > values[4]:
         return YarnScaling(*values)
     if not numbers or len(values) != 4 or min(values) <= 0 or values[1] >= values[2]:
         raise ValueError(
-            f"rope_scaling={values!r} must be one positive number (factor), four (factor, low, "
-            "high, length), low below high, or six or seven (factor, length, magnitude, fast, "
-            "slow, whole, all_dim), slow below fast"
+            f"rope_scaling={values!r} must be one positive number (factor), two (factor, length), "
+            "four (factor, low, high, length), low below high, or six or seven (factor, length, "
+            "magnitude, fast, slow, whole, all_dim), slow below fast"
         )
     return Llama3Scaling(*values)
 
 
 def rotary_frequencies(
-    head_dim: int, *, theta: float = 10000.0, scaling: Scaling | None = None
+    head_dim: int, *, theta: float = 10000.0, scaling: Scaling | None = None, row: Any = 0
 ) -> jax.Array:
     """Returns the angles per position ``theta ** (-2 i / K)``, [K/2]: float32, or float64 where JAX
     has it (``jax_enable_x64``).
@@ -142,8 +171,11 @@ def rotary_frequencies(
       head_dim: K, even.
       theta: base of the frequencies.
       scaling: changes them.
+      row: T, the positions of the row, by which dynamic scaling does.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=float) / head_dim)
+    if isinstance(scaling, DynamicScaling):
+        return scaling.scaled_in(row, frequencies)
     return frequencies if scaling is None else scaling.scaled(frequencies, theta)
 
 

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder, check_pages
+from jaxtrain.models.decoding import CausalDecoder, check_pages, check_positions
 from jaxtrain.models.exact import TILE, ExactDecoder, check_mesh
 from jaxtrain.models.sampling import History, RowSampling
 from jaxtrain.ops.cached import Rounded
@@ -144,6 +144,7 @@ class Engine:
         cache: Literal["int8"] | None = None,
     ):
         longest = row_length(model, longest, least=2)
+        check_positions(model, longest)
         check_rows(slots, readers)
         if page < 1:
             raise ValueError(f"`page` is {page}: give at least 1 position")
@@ -579,3 +580,4 @@ def _check_draft(draft: DecoderConfig, model: DecoderConfig, longest: int, draft
         raise ValueError(
             f"`draft` has {draft.seq_len} learned positions: give a `longest` of at most that"
         )
+    check_positions(draft, longest)

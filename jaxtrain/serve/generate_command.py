@@ -14,6 +14,7 @@ from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
 from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
 from jaxtrain.host.least import check_least
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoding import longest_row
 from jaxtrain.models.generate import beam_search, padded_length, prompts, stream, whole_rows
 from jaxtrain.serve.api import Text
 from jaxtrain.serve.command import template_of
@@ -44,7 +45,7 @@ class GenerateOptions(ModelOptions):
     stop: tuple[str, ...] = ()
     """Texts that end the answer and are not part of it."""
     max_tokens: int | None = None
-    """Most new tokens; left out, 256, or as many as learned positions leave."""
+    """Most new tokens; left out, 256, or as many as the model's positions leave."""
     min_tokens: int = 0
     """New tokens before one that ends the text."""
     temperature: float = 0.8
@@ -207,9 +208,9 @@ class Writer:
         row = row or [tokenizer.eod]  # a model without a beginning that is asked for any text
         self._read += len(row)
         most, size = options.max_tokens, padded_length(len(row))
-        if model.positions == "learned":
-            size = max(len(row), min(size, model.seq_len))
-            most = most or max(1, min(MOST, model.seq_len - len(row)))
+        if (limit := longest_row(model)) is not None:
+            size = max(len(row), min(size, limit))
+            most = most or max(1, min(MOST, limit - len(row)))
         # All devices that split rows have some; lengths in powers of two are few programs.
         rows = np.zeros((whole_rows(options.samples, self._mesh), size), np.int32)
         rows[:, : len(row)] = row

@@ -24,7 +24,7 @@ from jaxtrain.host.memory import human_bytes, human_count, is_out_of_memory
 from jaxtrain.models import decoder
 from jaxtrain.models.config import keys_seen
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder
+from jaxtrain.models.decoding import CausalDecoder, check_positions
 from jaxtrain.models.sampling import History
 from jaxtrain.ops.attention import ahead_of_time
 from jaxtrain.ops.linear import kernel_rules
@@ -142,6 +142,7 @@ def plan_serving(experiment: Experiment, target: Target, shape: str) -> ServingP
         raise ValueError(
             f"--serve is {shape!r}: the model has {model.seq_len} learned positions; ask for less"
         )
+    check_positions(model, longest)
     if experiment.layout.mesh.filled(target.size).tensor != target.size:
         raise ValueError(
             f"{target} has {target.size} devices, over which a server splits heads and MLP width: "

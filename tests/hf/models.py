@@ -35,6 +35,8 @@ LLAMA3 = dict(
 YARN = dict(rope_type="yarn", rope_theta=1e3, factor=4.0, beta_fast=4.0)
 YARN |= dict(original_max_position_embeddings=32)
 
+DYNAMIC = dict(rope_type="dynamic", rope_theta=1e3, factor=4.0)
+
 GEMMA = SIZES | dict(num_hidden_layers=3, head_dim=12, query_pre_attn_scalar=10)
 GEMMA2 = GEMMA | dict(sliding_window=5, final_logit_softcapping=3.0, attn_logit_softcapping=2.0)
 ROPES = {
@@ -141,6 +143,10 @@ MODELS = {
     "llama, yarn, no whole pairs": (
         "llama",
         SIZES | dict(rope_parameters=YARN | dict(attention_factor=1.5, truncate=False)),
+    ),
+    "llama, dynamic": (
+        "llama",
+        SIZES | dict(rope_parameters=DYNAMIC, max_position_embeddings=16, head_dim=6),
     ),
     "qwen3, tied": ("qwen3", SIZES | dict(head_dim=8, tie_word_embeddings=True)),
 }

@@ -1,5 +1,6 @@
 """What a ``config.json`` says: published ones, as they are, and what no model can be made of."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,7 +10,7 @@ from jaxtrain import hf
 from jaxtrain.hf.families import family_of
 from jaxtrain.hf.positions import _LLAMA3
 from jaxtrain.models.config import windows_of
-from jaxtrain.ops.rotary import rotary_frequencies
+from jaxtrain.ops.rotary import DynamicScaling, rotary_frequencies
 from tests.hf import models
 
 # The fields of config.json in the repositories of these names.
@@ -222,17 +223,49 @@ def test_what_is_nested_by_the_thousand_is_refused_in_a_sentence(tmp_path):
         hf.read_config(tmp_path)
 
 
-@pytest.mark.slow
-def test_dynamic_positions_are_refused_and_none_up_to_the_length_of_the_model():
-    transformers = models.transformers()
-    fields = {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 4.0}
-    theirs = {"model_type": "llama"} | models.SIZES | {"rope_parameters": fields}
-    with pytest.raises(ValueError, match="up to max_position_embeddings 'default' is the same"):
-        family_of(theirs).config(theirs)
-    config = transformers.LlamaConfig(**models.SIZES | {"rope_parameters": fields})
-    found = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq
-    head = config.hidden_size // config.num_attention_heads
-    np.testing.assert_allclose(found.numpy(), rotary_frequencies(head, theta=1e3), rtol=1e-6)
+@pytest.mark.parametrize("fields", [{}, {"head_dim": 6}])
+def test_dynamic_positions_are_those_of_transformers_at_every_length(fields):
+    library = models.transformers()
+    theirs = {"model_type": "llama"} | models.SIZES | fields
+    theirs["rope_parameters"] = dict(models.DYNAMIC)
+    config = family_of(theirs).config(dict(theirs))
+    assert config.rope_scaling == DynamicScaling(4.0, 64)
+    dynamic = library.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
+    for row in (3, 63, 64, 65, 200):
+        expected, magnitude = dynamic(library.LlamaConfig(**theirs), seq_len=row)
+        assert magnitude == 1
+        found = rotary_frequencies(
+            config.block.head_dim, theta=1e3, scaling=config.rope_scaling, row=row
+        )
+        np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+def test_dynamic_positions_are_written_with_the_length_that_they_had():
+    theirs = {"model_type": "llama"} | models.SIZES | {"rope_parameters": dict(models.DYNAMIC)}
+    family = family_of(theirs)
+    config = family.config(dict(theirs))
+    longer = dataclasses.replace(config, seq_len=256)  # rows of training
+    for given in (config, longer):
+        written = family.config_json(given)
+        assert written["max_position_embeddings"] == 64
+        assert written["rope_scaling"] == {"rope_type": "dynamic", "factor": 4.0}
+        assert family.config(written) == config
+
+
+def test_dynamic_positions_of_another_length_are_refused():
+    theirs = {"model_type": "llama"} | models.SIZES
+    # Which transformers does not read.
+    own = models.DYNAMIC | {"original_max_position_embeddings": 32}
+    with pytest.raises(ValueError, match="with factor, original_max_position_embeddings, max_pos"):
+        family_of(theirs).config(theirs | {"rope_parameters": own})
+
+
+def test_dynamic_positions_of_layers_without_a_window_come_back():
+    sizes = models.GEMMA3 | {"rope_parameters": models.ROPES | {"full_attention": models.DYNAMIC}}
+    theirs = {"model_type": "gemma3_text", "layer_types": ["full_attention"] * 7} | sizes
+    config = family_of(theirs).config(theirs)
+    assert config.rope_scaling == DynamicScaling(4.0, 64)
+    assert family_of(theirs).config(family_of(theirs).config_json(config)) == config
 
 
 def test_of_two_names_of_a_rope_type_the_newer_counts():

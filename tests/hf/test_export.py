@@ -17,7 +17,7 @@ from jaxtrain import data, hf
 from jaxtrain.hf import gguf_file, onnx_file, stablehlo
 from jaxtrain.hf.families import FAMILIES
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
-from jaxtrain.ops.rotary import Llama3Scaling
+from jaxtrain.ops.rotary import DynamicScaling, Llama3Scaling
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.stages import run_layers
 from tests import forms
@@ -42,6 +42,7 @@ FORMS = {
     "gpt2": (decoder, decoder.DecoderConfig(**SIZES, seq_len=24)),
     "windows": (decoder, dataclasses.replace(LLAMA, window=5, window_pattern=(True, False))),
     "delta": (decoder, dataclasses.replace(LLAMA, delta_pattern=(True, False))),
+    "dynamic": (decoder, dataclasses.replace(LLAMA, rope_scaling=DynamicScaling(4.0, 10))),
     "score": (decoder, dataclasses.replace(LLAMA, head="score")),
     "classes": (encoder, dataclasses.replace(BERT, head="classes", classes=3)),
     "states": (encoder, dataclasses.replace(BERT, head="none", token_types=None)),
@@ -365,6 +366,7 @@ def test_what_llama_cpp_lacks_is_refused():
         "no cap on logits": (gemma3, {"logit_softcap": 3.0}, "gemma3_text"),
         "of base 10000": (gemma3, {"local_rope_theta": 5.0}, "gemma3_text"),
         "no rope_type llama3": (GGUF["qwen2"], {"rope_scaling": LLAMA3}, "qwen2"),
+        "rope_type dynamic are not": (LLAMA, {"rope_scaling": DynamicScaling(4.0, 10)}, "llama"),
         "GELU by tanh": (GGUF["gpt2"], {"mlp": "gelu_exact"}, "gpt2"),
     }
     for said, (config, change, family) in changes.items():
@@ -444,6 +446,11 @@ def test_onnxruntime_computes_the_same(name, tmp_path, capfd):
         # What padding is told hangs on what padding sees, and is nobody's.
         kept = seen > 0 if module is encoder and ours.ndim == 3 else slice(None)
         np.testing.assert_allclose(theirs[kept], ours[kept], atol=1e-4)
+
+
+def test_onnx_has_no_dynamic_positions(tmp_path):
+    with pytest.raises(ValueError, match="rope_type is dynamic: a model of it is no ONNX"):
+        onnx_file.save(tmp_path / "out", FORMS["dynamic"][1], {})
 
 
 def test_the_table_of_formats_is_what_is_tested():

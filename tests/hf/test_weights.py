@@ -111,7 +111,25 @@ def test_a_trained_step_comes_back(name, folder_of, tmp_path):
 )
 def test_the_loss_and_every_gradient_are_those_of_transformers(name, folder_of):
     # Without 0, which is padding: of its embedding's gradient they leave out the look-up.
-    folder, tokens = folder_of(name), 1 + TOKENS % 60
+    # Of linear attention both are as far from the gradients in float64.
+    check_gradients(folder_of(name), 1 + TOKENS % 60, bound=5e-4 if "next" in name else 1e-4)
+
+
+# Of a model whose positions are scaled beyond 16.
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [9, 16, 24])
+def test_dynamic_positions_are_those_of_transformers_of_rows_of_any_length(length, folder_of):
+    folder, tokens = folder_of("llama, dynamic"), 1 + TOKENS[:, :length] % 60
+    config, params = hf.read_config(folder), hf.load(hf.open_weights(folder))
+    got = quick_jit(functools.partial(decoder.logits, config))(params, jnp.asarray(tokens))
+    np.testing.assert_allclose(got, models.logits(folder, tokens), atol=1e-4)
+    plain = dataclasses.replace(config, rope_scaling=None)
+    others = quick_jit(functools.partial(decoder.logits, plain))(params, jnp.asarray(tokens))
+    assert (np.abs(got - others).max() > 1e-2) == (length > 16)
+    check_gradients(folder, tokens, bound=1e-4)
+
+
+def check_gradients(folder, tokens, *, bound):
     targets = np.roll(tokens, -1, 1)
     config, weights = hf.read_config(folder), hf.open_weights(folder)
     config = dataclasses.replace(config, balance=0.0, router_z=0.0)
@@ -133,9 +151,8 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(name, folder_of):
             theirs = theirs[..., row.part[0] :: row.part[1]] if row.strided else theirs
             whole = dataclasses.replace(row, strided=False)
             ours = assemble([whole], [layer], config.vocab_size)
-            # Of linear attention both are as far from the gradients in float64.
-            bound = (5e-4 if "next" in name else 1e-4) * np.abs(theirs).max()
-            np.testing.assert_allclose(ours, theirs, atol=bound, err_msg=their_name)
+            atol = bound * np.abs(theirs).max()
+            np.testing.assert_allclose(ours, theirs, atol=atol, err_msg=their_name)
 
 
 def test_the_gradients_of_experts_are_those_of_transformers(folder_of):

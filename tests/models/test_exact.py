@@ -12,6 +12,7 @@ import jaxtrain as jt
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.models import decoder, exact
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.ops.rotary import DynamicScaling
 from jaxtrain.serve.engine import Engine, Request
 
 VOCAB, T = 257, 150
@@ -225,6 +226,9 @@ def test_what_cannot_be_exact_is_refused():
             Engine(config, params, exact=True, **given)
     with pytest.raises(ValueError, match="the batch has segments"):
         exact.log_probs(config, params, batch | {"segments": batch["mask"]})
+    scaled = dataclasses.replace(config, rope_scaling=DynamicScaling(4.0, 8))
+    with pytest.raises(ValueError, match="length of a row is 40: dynamic scaling"):
+        exact.log_probs(scaled, params, batch)
     for axes, rows, said in (
         ({"tensor": 2}, 4, "the mesh has tensor=2, over which sums"),
         ({"data": 2}, 3, "a batch of 3 rows does not divide over the 2 devices"),

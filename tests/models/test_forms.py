@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.flops import count_flops
 from jaxtrain.models import decoder
 from jaxtrain.ops import tiled
-from jaxtrain.ops.rotary import LinearScaling, Llama3Scaling
+from jaxtrain.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling
 from tests import problems
 from tests.compare import noisy
 
@@ -50,6 +50,8 @@ GEMMA = dataclasses.replace(
     attention_softcap=2.0,
     logit_softcap=3.0,
 )
+# Rows have twice the length beyond which their positions are scaled: a device's part has it.
+DYNAMIC = dataclasses.replace(MODEL, window=None, rope_scaling=DynamicScaling(4.0, 8))
 
 
 def init(model, rng):
@@ -78,11 +80,14 @@ def batch():
         ("gemma", 2, "pipe=4,data=2"),
         ("gemma", 8, "data=2,tensor=4"),
         ("gemma", 8, "context=2,fsdp=2,tensor=2"),
+        ("dynamic", 16, "context=2,fsdp=2,tensor=2"),
+        ("dynamic", 16, "pipe=2,context=2,data=2"),
     ],
 )
 def test_every_mesh_agrees_with_one_device(model, block, layout, monkeypatch):
     monkeypatch.setattr(tiled, "_block", lambda T: block)
-    noisy.parity(decoder, {"gemma": GEMMA, "qwen": MODEL}[model], batch(), layout)
+    models = {"gemma": GEMMA, "qwen": MODEL, "dynamic": DYNAMIC}
+    noisy.parity(decoder, models[model], batch(), layout)
 
 
 def test_layers_with_a_window_cost_what_they_do_alone():

@@ -1,5 +1,6 @@
 """Generation: the cache against the uncached forward, sampling against its definition in NumPy."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,10 +14,17 @@ from hypothesis import strategies as st
 
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import decoder_of
-from jaxtrain.models.generate import Weights, beam_search, generate, generate_step, prompts
+from jaxtrain.models.decoding import decoder_of, longest_row
+from jaxtrain.models.generate import (
+    Prompts,
+    Weights,
+    beam_search,
+    generate,
+    generate_step,
+    prompts,
+)
 from jaxtrain.models.sampling import penalise, truncate
-from jaxtrain.ops.rotary import YarnScaling
+from jaxtrain.ops.rotary import DynamicScaling, YarnScaling
 from jaxtrain.tree import map_named
 
 SIZES = dict(vocab_size=13, seq_len=12, layers=2, width=16, heads=4)
@@ -262,6 +270,26 @@ def test_rotary_positions_may_exceed_the_training_length():
     step = generate_step(FORMS["gpt2"], max_new_tokens=9)
     with pytest.raises(ValueError, match="writes 9 new tokens has prompts for 8: give both the sa"):
         step(Weights(params_of("gpt2")), batch)
+
+
+def test_dynamic_positions_are_generated_within_their_length_alone():
+    config = dataclasses.replace(FORMS["llama"], rope_scaling=DynamicScaling(4.0, 8))
+    padded = np.pad(PROMPTS, ((0, 0), (0, 8)))  # to more than the rows' length
+    given = {"prompt_lengths": LENGTHS, "temperature": 0.0}
+    rows = [list(row[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
+    prefill = jax.jit(functools.partial(decoder_of(config).prefill, room=4))
+    z, _ = prefill(params_of("llama"), padded, LENGTHS)
+    np.testing.assert_allclose(z, last_logits("llama", rows), atol=1e-5)
+    said = "length of a row is 9: .* beyond 8, .*; ask for at most 8 positions, or .* rope_type y"
+    with pytest.raises(ValueError, match=said):
+        generate(config, params_of("llama"), padded, max_new_tokens=5, **given)
+    with pytest.raises(ValueError, match=said):
+        beam_search(config, params_of("llama"), PROMPTS, max_new_tokens=5)
+    unchecked = Prompts(PROMPTS, LENGTHS)  # of any number of new tokens
+    with pytest.raises(ValueError, match=said):
+        generate_step(config, max_new_tokens=5)(Weights(params_of("llama")), unchecked)
+    longest = [longest_row(model) for model in (config, FORMS["llama"], FORMS["gpt2"])]
+    assert longest == [8, None, 12]
 
 
 @pytest.mark.parametrize(

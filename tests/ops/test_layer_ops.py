@@ -19,7 +19,7 @@ from jaxtrain.ops.activations import (
 )
 from jaxtrain.ops.norms import layer_norm, rms_norm
 from jaxtrain.ops.numerics import drop
-from jaxtrain.ops.rotary import rotary_angles, rotary_frequencies, rotate
+from jaxtrain.ops.rotary import DynamicScaling, rotary_angles, rotary_frequencies, rotate
 from jaxtrain.sharding.row_keys import draws_otherwise, microbatch_keys
 
 EPS = 1e-5
@@ -177,6 +177,23 @@ def test_rotated_products_depend_on_the_distance_alone():
 
     np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
     assert abs(product(7, 3) - product(8, 3)) > 1e-3
+
+
+@pytest.mark.parametrize("head_dim", [6, pytest.param(2, marks=pytest.mark.slow)])
+def test_dynamic_scaling_is_its_definition_and_exact_up_to_its_length(head_dim):
+    scaling, steps = DynamicScaling(3.0, 40), np.arange(0, head_dim, 2) / head_dim
+
+    def found(row):
+        return rotary_frequencies(head_dim, theta=1e3, scaling=scaling, row=row)
+
+    for row in (0, 39, 40):
+        np.testing.assert_array_equal(found(row), rotary_frequencies(head_dim, theta=1e3))
+    for row in (41, 1000):
+        power = head_dim / max(head_dim - 2, 1)  # of a base that one pair has no use for
+        expected = (1e3 * (3.0 * row / 40 - 2.0) ** power) ** -steps
+        np.testing.assert_allclose(found(row), expected, rtol=2e-6)
+        with jax.enable_x64(True):
+            np.testing.assert_allclose(found(row), expected, rtol=1e-13)
 
 
 def test_a_function_of_a_users_that_is_named_as_ours_does_not_draw_by_row():

@@ -15,6 +15,7 @@ from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import CausalDecoder, Pages
 from jaxtrain.models.generate import generate
 from jaxtrain.ops.cached import Rounded
+from jaxtrain.ops.rotary import DynamicScaling
 from jaxtrain.serve.engine import Engine, Request
 from jaxtrain.serve.pages import PagePool, digests_of
 from jaxtrain.sharding.rules import as_rules, param_shardings
@@ -331,6 +332,14 @@ def test_a_mesh_writes_the_same_tokens(form, cache):
 def test_sizes_that_do_not_fit_are_refused(given, said):
     with pytest.raises(ValueError, match=said):
         Engine(*model_of(), **SIZES | given)
+
+
+def test_rows_beyond_the_length_of_dynamic_positions_are_refused():
+    config, params = model_of("llama")
+    scaled = dataclasses.replace(config, rope_scaling=DynamicScaling(4.0, 39))
+    for given in ((scaled, params), (config, params, (scaled, params))):
+        with pytest.raises(ValueError, match="length of a row is 40: dynamic scaling"):
+            Engine(*given[:2], **SIZES, draft=given[2] if given[2:] else None)
 
 
 def test_requests_that_cannot_be_answered_are_refused():
