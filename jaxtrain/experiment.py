@@ -378,7 +378,7 @@ def _check_offload(experiment: Experiment, stages: Stages | None) -> None:
         (pipe == 1, f"mesh axis 'pipe' has size {pipe}, whose stages keep their layers on devices"),
         (layout.gather != "step", "`gather` is 'step', which makes all weights whole at once"),
         (experiment.method == Method(), f"{own} has a method around its steps, {method!r}"),
-        (task.engine is plain, f"{own} has an engine of its own, {engine!r}, which reads all"),
+        (task.engine is plain, f"{own} has an engine of its own, {engine!r}, with whole weights"),
         (recipe is None, f"the precision is {recipe!r}, whose kernels are scaled before any layer"),
     ):
         if not fits:
