@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxtrain.tree import PyTree, map_named
 
@@ -39,9 +39,10 @@ def to_host(
     Raises:
       ValueError: where the devices cannot read that memory.
     """
-    device = mesh.devices.flat[0]
-    # Those that are compiled for and not here may not say what memory they have.
-    kinds = [memory.kind for memory in device.addressable_memories()] or [HOST]
+    # An abstract mesh has none, and those that are not here may not say what memory they have.
+    device = None if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()] if device else []
+    kinds = kinds or [HOST]
     if HOST not in kinds:
         raise ValueError(
             f"`{asked}`: {device.device_kind!r} has memory of the kinds "

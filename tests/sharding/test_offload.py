@@ -17,7 +17,7 @@ from jaxtrain.jaxprs import equations
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
 from jaxtrain.ops.remat import keeping
-from jaxtrain.planning.ahead_of_time import plan_step
+from jaxtrain.planning.ahead_of_time import plan_experiment, plan_step
 from jaxtrain.planning.targets import parse_target
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import parse
@@ -220,10 +220,23 @@ def test_an_experiment_that_fetches_no_layers_is_refused(given, message):
         toy(**given)
 
 
+@pytest.mark.slow
+def test_a_plan_for_absent_gpus_says_that_it_counts_all_as_theirs():
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip("needs the compiler of GPUs: pip install 'jaxtrain[aot]'")
+    layout = jt.Layout.parse("fsdp=8,offload_parameters=true,offload_optimizer=true")
+    stages = dataclasses.replace(reduction.STAGES, remat=keeping("full"))
+    planned = plan_experiment(
+        toy(stages=stages, gather="model", layout=layout), parse_target("h100:1x8")
+    )
+    assert planned.memory.host == 0
+    assert any("(offload_optimizer, offload_parameters) is counted" in x for x in planned.notes)
+
+
 def toy(**given):
     own = {"init_fn": reduction.init, "optimizer": reduction.chain(), "batch": reduction.rows()}
-    own["layout"] = jt.Layout(offload_parameters=True, accumulate=2)
-    return jt.Experiment.of(name="toy", train_batches=None, steps=1, **own, **given)
+    own |= {"layout": jt.Layout(offload_parameters=True, accumulate=2)} | given
+    return jt.Experiment.of(name="toy", train_batches=None, steps=1, **own)
 
 
 def test_layers_that_are_fetched_are_gathered_one_by_one_and_may_be_left_on_devices():
@@ -234,6 +247,7 @@ def test_layers_that_are_fetched_are_gathered_one_by_one_and_may_be_left_on_devi
     fetched = toy(stages=stages, gather="model")
     state = make_abstract_state(fetched, mesh)
     assert layers_on_host(state) == {True}
+    assert layers_on_host(make_abstract_state(fetched, mesh.abstract_mesh)) == {True}
     pins = jt.gradient_shardings(state)
     assert choose_gather(fetched, state, mesh, pins) == ("model", Why.OFFLOADED())
     assert layers_on_host(make_abstract_state(all_on_devices(fetched), mesh)) == {False}
