@@ -22,6 +22,7 @@ from jaxtrain.methods.method import Method, Step
 from jaxtrain.ops.scaled import uncounted
 from jaxtrain.optim import averaged, frozen
 from jaxtrain.sharding.mesh import BATCH_AXES, GATHERED_AXES, make_mesh
+from jaxtrain.sharding.offload import on_devices
 from jaxtrain.sharding.placement import Gather, constrain_tree, report_finding
 from jaxtrain.sharding.row_keys import draws_otherwise, row_count
 from jaxtrain.sharding.rules import batch_sharding, batch_shardings
@@ -30,6 +31,7 @@ from jaxtrain.state import (
     TrainState,
     abstract_state,
     gradient_shardings,
+    host_bytes,
     init_state,
     local_bytes,
     shapes_on,
@@ -48,6 +50,12 @@ from jaxtrain.tree import PyTree, name_of
 def make_experiment_mesh(experiment: Experiment, devices: Any = None) -> Mesh:
     """Makes the experiment's mesh over ``devices`` (all by default)."""
     return make_mesh(**experiment.layout.mesh.sizes, devices=devices)
+
+
+def all_on_devices(experiment: Experiment) -> Experiment:
+    """Returns the experiment with no state in the memory of the host."""
+    layout = experiment.layout
+    return experiment.with_(layout=layout.with_(dict.fromkeys(layout.offloads, False)))
 
 
 def make_abstract_state(experiment: Experiment, mesh: Mesh) -> TrainState:
@@ -124,17 +132,20 @@ def to_checkpoint(experiment: Experiment, state: TrainState) -> TrainState:
 
 
 def natural(experiment: Experiment, state: TrainState) -> TrainState:
-    """Returns the state with the parameters of the plain model (``Task.back``), in natural order.
+    """Returns the state with the parameters of the plain model (``Task.back``), in natural order
+    and on the devices.
 
-    All processes call it, where layers are cut for a pipeline, or parameters are merged.
+    All processes call it, where layers are cut for a pipeline, or parameters are merged or lie in
+    the memory of the host.
     """
     stack, stages, back = experiment.stack, experiment.task.stages, experiment.task.back
     cut = stages is not None and stack != stages.stacked
-    if not cut and back is None and not experiment.policy.count_rounding:
+    hosted = host_bytes(state.params) > 0
+    if not cut and back is None and not experiment.policy.count_rounding and not hosted:
         return state
 
     def plain_model(params: PyTree) -> PyTree:
-        params = uncounted(params)
+        params = uncounted(on_devices(params))
         params = stack.natural(params) if cut else params
         return params if back is None else back(params)
 
@@ -248,6 +259,8 @@ def choose_gather(
         return Gathered("step")
     if experiment.layout.exact:  # which gathers them once for all grains
         return Gathered(experiment.task.gather)
+    if experiment.layout.offload_parameters:  # of which no step has all before its update
+        return Gathered("model", Why.OFFLOADED())
     pipe = 1 if experiment.task.stages is None else mesh.shape.get("pipe", 1)
     obstacle = why_not_once(experiment, piped=pipe > 1)
     own, asked = experiment.task.gather, experiment.layout.gather
@@ -476,7 +489,8 @@ def _of_pipeline(experiment: Experiment) -> dict[str, Any]:
 
 def _placing(experiment: Experiment) -> dict[str, Any]:
     layout, rules = experiment.layout, experiment.laid.rules
-    return {"rules": rules, "zero": layout.zero, "offload_optimizer": layout.offload_optimizer}
+    names = ("zero", "offload_optimizer", "offload_parameters")
+    return {"rules": rules} | {name: getattr(layout, name) for name in names}
 
 
 def _state_options(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class Why(enum.Enum):
     OPTIONS = "by {count} of XLA's options (hide_communication)"
     # Weights are gathered once per step, or layer by layer:
     ASKED = "as asked for"
+    OFFLOADED = "for layers lie in the memory of the host, and are fetched one by one"
     ONE_MICROBATCH = "there is one microbatch"
     UNKNOWN_MEMORY = "the memory of {kind!r} is not known"
     ROOM = "with the state {kept_bytes} of {memory_bytes} would be kept, at most half"

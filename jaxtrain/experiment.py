@@ -31,7 +31,7 @@ from jaxtrain.sharding.rules import Rules, as_rules
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages, loss_from_stages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree
+from jaxtrain.tree import PyTree, name_of
 
 
 class Repeated(NamedTuple):
@@ -361,8 +361,33 @@ def lay_out(experiment: Experiment) -> Laid:
             made["init_fn"] = lambda rng: stack.cut(task.init_fn(rng))
             made["params"] = task.params and (lambda: stack.cut(task.params()))
         made["loss_fn"] = made["loss_fn"] or loss_from_stages(made["stages"])
+    if layout.offload_parameters:
+        _check_offload(experiment, made.get("stages"))
     made["rules"] = dataclasses.replace(rules, stacked=stack)
     return Laid(**vars(task) | made, optimizer=optimizer_for(experiment, stack))
+
+
+def _check_offload(experiment: Experiment, stages: Stages | None) -> None:
+    """Raises ValueError where the layers of an experiment cannot be fetched one by one."""
+    layout, task, own = experiment.layout, experiment.task, f"experiment {experiment.name!r}"
+    pipe, recipe = layout.mesh.pipe, experiment.policy.recipe
+    method, engine = (name_of(x) for x in (experiment.method.step, task.engine.make))
+    for fits, obstacle in (
+        (task.made_of_stages, f"the loss of {own} is not made of stages, whose layers that is for"),
+        (task.gathers_layers, f"{own} does not gather its weights layer by layer (gathers_layers)"),
+        (pipe == 1, f"mesh axis 'pipe' has size {pipe}, whose stages keep their layers on devices"),
+        (layout.gather != "step", "`gather` is 'step', which makes all weights whole at once"),
+        (experiment.method == Method(), f"{own} has a method around its steps, {method!r}"),
+        (task.engine is plain, f"{own} has an engine of its own, {engine!r}, with whole weights"),
+        (recipe is None, f"the precision is {recipe!r}, whose kernels are scaled before any layer"),
+    ):
+        if not fits:
+            raise ValueError(f"`offload_parameters` is True and {obstacle}: leave one of them out")
+    if stages.remat is None:
+        raise ValueError(
+            "`offload_parameters` is True and `remat` 'none', with which the backward pass keeps "
+            "all layers that were fetched: give remat 'full' or 'dots'"
+        )
 
 
 def optimizer_for(experiment: Experiment, stack: Stack) -> optax.GradientTransformation:

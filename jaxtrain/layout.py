@@ -162,6 +162,10 @@ class Layout:
     offload_optimizer: bool = False
     """Keep the optimizer state in host memory; only the update of each step brings it to the
     devices."""
+    offload_parameters: bool = False
+    """Keep the parameters of the stacked layers in host memory; each layer is fetched where the
+    forward and the backward pass compute it, and all of them for the update. It needs --remat full,
+    dots or another that computes layers again."""
     hide_communication: bool = True
     """Compile with the options that hide communication behind compute, on targets that have any."""
     deterministic: bool = False
@@ -178,16 +182,16 @@ class Layout:
 
     def __post_init__(self) -> None:
         check_least(self, accumulate=1, steps_per_call=1, exact=0)
-        for name, value in (("offload_optimizer", True), ("gather", "layer")):
+        for name, value in (*((name, True) for name in self.offloads), ("gather", "layer")):
             if self.exact and getattr(self, name) == value:
                 raise ValueError(
                     f"`{name}` is {value!r} and `exact` {self.exact}, with which a device has all "
                     "weights for its grains, and updates its part in place: leave one of them out"
                 )
-        if self.offload_optimizer and self.steps_per_call > 1:
+        if self.offloads and self.steps_per_call > 1:
             raise ValueError(
-                f"`steps_per_call` is {self.steps_per_call} with `offload_optimizer`: the state of "
-                "a call's steps does not leave the devices in between; give 1"
+                f"`steps_per_call` is {self.steps_per_call} with `{self.offloads[0]}`: the state "
+                "of a call's steps does not leave the devices in between; give 1"
             )
 
     @classmethod
@@ -265,6 +269,12 @@ class Layout:
     def _beside_mesh(self, since: "Layout | None" = None) -> dict[str, Any]:
         found = self.changes(since).items()
         return {path: value for path, value in found if not path.startswith("mesh.")}
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """Fields by which state lies in the memory of the host."""
+        names = ("offload_optimizer", "offload_parameters")
+        return tuple(name for name in names if getattr(self, name))
 
     def may_change(self) -> dict[str, Effect]:
         """Returns what another value of each field means for the steps of a run, by its path; one

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops.scaled import LOST, OPERANDS, RECIPES, Scaled
+from jaxtrain.sharding.offload import is_on_host
 from jaxtrain.tree import PyTree, is_count, map_named, named_leaves, nodes_of
 
 # The scope of the optimizer in a step, which computes in the dtype of the parameters on purpose.
@@ -171,6 +172,11 @@ class Policy:
             )
         return self._scaled(params)
 
+    def cast_layer(self, weights: PyTree) -> PyTree:
+        """Casts like :meth:`cast_to_compute` some of the parameters, of which ``keep`` may name
+        none."""
+        return _cast(weights, self.compute_dtype, part=True, keep=self.keep)
+
     def cast_inputs(self, batch: PyTree) -> PyTree:
         """Casts the batch leaves that ``cast_batch`` names to the compute dtype.
 
@@ -224,14 +230,15 @@ def as_policy(policy: Policy | str | None) -> Policy:
     return Policy.named(policy) if isinstance(policy, str) else policy
 
 
-def _cast(tree: PyTree, dtype: Any, **option: str | None) -> PyTree:
+def _cast(tree: PyTree, dtype: Any, *, part: bool = False, **option: str | None) -> PyTree:
     """Casts floating-point leaves: those in whose path the regex of ``cast_batch`` is found, all
-    but those of ``keep``; one that is found in none is an error."""
+    but those of ``keep``; one that is found in none is an error, but in a ``part`` of the leaves.
+    Those in the memory of the host are cast when they are fetched."""
     ((name, pattern),) = option.items()
     leaves = named_leaves(tree).items()
     floating = {path for path, x in leaves if _is_floating(x) and not is_count(path)}
     found = {path for path in floating if pattern is not None and re.search(pattern, path)}
-    if pattern is not None and not found:
+    if pattern is not None and not found and not part:
         leaves = sorted(named_leaves(tree))
         case = any(re.search(pattern, path, re.IGNORECASE) for path in leaves)
         mend = "it is case-sensitive, and (?i) in front of it makes it not so" if case else ""
@@ -241,7 +248,8 @@ def _cast(tree: PyTree, dtype: Any, **option: str | None) -> PyTree:
             f"are {leaves}; {mend or 'correct the regex'}"
         )
     chosen = floating - found if name == "keep" else found
-    return map_named(lambda path, x: x.astype(dtype) if path in chosen else x, tree)
+    cast = lambda path, x: path in chosen and not is_on_host(x)  # noqa: E731
+    return map_named(lambda path, x: x.astype(dtype) if cast(path, x) else x, tree)
 
 
 def _is_floating(x: Any) -> bool:

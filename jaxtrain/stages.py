@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxtrain.loss import row_wise
 from jaxtrain.sharding.mesh import platform
+from jaxtrain.sharding.offload import fetched_layer
 from jaxtrain.sharding.placement import stands_apart
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.tree import PyTree
@@ -228,6 +229,7 @@ def run_layers(
 
     def layer(weights, x, context):
         batch, rng, index = context
+        weights = fetched_layer(weights)
         rng = None if rng is None else jax.random.fold_in(rng, index)
         return _same_kind(stages.layer(k, weights, x, batch, rng, index), x, "a block")
 

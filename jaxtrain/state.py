@@ -70,6 +70,7 @@ def init_state(
     policy: Policy | str | None = None,
     has_model_state: bool = False,
     offload_optimizer: bool = False,
+    offload_parameters: bool = False,
     memory: Callable[[PyTree], PyTree] | None = None,
     whole: bool = False,
 ) -> TrainState:
@@ -95,6 +96,8 @@ def init_state(
       has_model_state: whether ``init_fn`` returns model state too.
       offload_optimizer: whether the optimizer state lies in the memory of the host, and comes to
         the devices for the update alone; with a mesh.
+      offload_parameters: whether the parameters that ``rules.stacked`` holds lie there too, of
+        which the scan over layers fetches one layer at a time, and the update all; with a mesh.
       memory: ``init`` of the step's :class:`jaxtrain.engines.plain.Engine`, if it has one.
       whole: whether each device makes all of it and then keeps its part, so that no bit depends on
         the mesh, as steps with ``exact`` want.
@@ -106,14 +109,16 @@ def init_state(
     Raises:
       ValueError: for a parameter that its rule does not fit, or that would stay whole by accident;
         for a leaf of ``params`` that is no parameter, or has another shape or kind of dtype; for
-        ``offload_optimizer`` where the devices cannot read the host's memory, or without a mesh.
+        ``offload_optimizer`` and ``offload_parameters`` where the devices cannot read the host's
+        memory, or without a mesh.
 
     >>> import optax
     >>> init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), jax.random.key(0)).step
     Array(0, dtype=int32)
     """
     create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules, memory)
-    like = _abstract(create, rng, mesh, rules, zero=zero, offload_optimizer=offload_optimizer)
+    placing = _placing(zero, offload_optimizer, offload_parameters)
+    like = _abstract(create, rng, mesh, rules, **placing)
     shardings = None if mesh is None else jax.tree.map(lambda x: x.sharding, like)
     given = _placed(params, like.params)
 
@@ -142,13 +147,14 @@ def abstract_state(
     policy: Policy | str | None = None,
     has_model_state: bool = False,
     offload_optimizer: bool = False,
+    offload_parameters: bool = False,
     memory: Callable[[PyTree], PyTree] | None = None,
 ) -> TrainState:
     """Like :func:`init_state`, in shapes, dtypes and shardings alone: nothing is allocated.
 
     Args:
-      init_fn, optimizer, mesh, rules, zero, policy, has_model_state, offload_optimizer, memory: as
-        there.
+      init_fn, optimizer, mesh, rules, zero, policy, has_model_state, offload_optimizer,
+        offload_parameters, memory: as there.
       rng: the key there, or its shape: the state holds one of its kind (``impl``); None stands for
         ``jax.random.key(0)``.
 
@@ -157,7 +163,8 @@ def abstract_state(
     """
     create = _creator(init_fn, optimizer, as_policy(policy), has_model_state, rules, memory)
     rng = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
-    return _abstract(create, rng, mesh, rules, zero=zero, offload_optimizer=offload_optimizer)
+    placing = _placing(zero, offload_optimizer, offload_parameters)
+    return _abstract(create, rng, mesh, rules, **placing)
 
 
 def train_state_shardings(
@@ -167,6 +174,7 @@ def train_state_shardings(
     *,
     zero: int = 0,
     offload_optimizer: bool = False,
+    offload_parameters: bool = False,
 ) -> TrainState:
     """Returns a ``TrainState`` of ``NamedSharding`` for a state (shapes suffice)."""
     if zero not in (0, 1, 2, 3):
@@ -192,6 +200,9 @@ def train_state_shardings(
         ruled = dataclasses.replace(
             ruled, opt_state=to_host(ruled.opt_state, state.opt_state, mesh)
         )
+    if offload_parameters:
+        how = {"asked": "offload_parameters", "held": rules.stacked.holds}
+        params = to_host(params, state.params, mesh, **how)
     return dataclasses.replace(ruled, params=params)
 
 
@@ -203,9 +214,13 @@ def gradient_shardings(state: TrainState, *, zero: int = 0) -> PyTree | None:
       zero: as in :func:`init_state`.
 
     Returns:
-      A ``NamedSharding`` per parameter; None, which pins nothing, for a state without a mesh.
+      A ``NamedSharding`` per parameter, on the devices; None, which pins nothing, for a state
+      without a mesh.
     """
-    shardings = jax.tree.map(lambda p: p.sharding, state.params)
+    shardings = jax.tree.map(
+        lambda p: NamedSharding(p.sharding.mesh, p.sharding.spec) if is_on_host(p) else p.sharding,
+        state.params,
+    )
     mesh = getattr(jax.tree.leaves(shardings)[0], "mesh", None)
     if mesh is None:
         return None
@@ -230,6 +245,8 @@ def describe_sharding(state: PyTree) -> str:
     if isinstance(state, TrainState):
         listed = named_leaves(state.params) | named_leaves({"model_state": state.model_state})
         totals["parameters"] = local_bytes(state.params)
+        if hosted := host_bytes(state.params):
+            totals["parameters on the host"] = hosted
         totals["optimizer state"] = local_bytes(state.opt_state)
         if hosted := host_bytes(state.opt_state):
             totals["optimizer state on the host"] = hosted
@@ -300,17 +317,22 @@ def _bytes_of(leaves: Sequence[Any]) -> int:
     return sum(map(size, leaves))
 
 
-def _abstract(create, rng, mesh: Mesh | None, rules, *, zero: int, offload_optimizer: bool):
+def _placing(zero: int, offload_optimizer: bool, offload_parameters: bool) -> dict[str, Any]:
+    offloaded = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
+    return {"zero": zero} | offloaded
+
+
+def _abstract(create, rng, mesh: Mesh | None, rules, **placing: Any):
     """The state that ``create`` makes of a key, in shapes with the shardings that it is to have."""
     shapes = jax.eval_shape(create, rng)
     if mesh is not None:
-        options = {"zero": zero, "offload_optimizer": offload_optimizer}
-        return shapes_on(shapes, train_state_shardings(shapes, mesh, rules, **options))
-    if offload_optimizer:
-        raise ValueError(
-            "`offload_optimizer` places state on a mesh and there is none: pass mesh=make_mesh(), "
-            "which one device may make"
-        )
+        return shapes_on(shapes, train_state_shardings(shapes, mesh, rules, **placing))
+    for name in ("offload_optimizer", "offload_parameters"):
+        if placing[name]:
+            raise ValueError(
+                f"`{name}` places state on a mesh and there is none: pass mesh=make_mesh(), which "
+                "one device may make"
+            )
     return shapes
 
 

@@ -35,7 +35,7 @@ from jaxtrain.ops.scaled import shares_lost
 from jaxtrain.optim import frozen, reports
 from jaxtrain.optim.accumulation import hold_state, updates_made
 from jaxtrain.precision import OPTIMIZER, Policy, as_policy
-from jaxtrain.sharding.offload import back_to_host, on_devices
+from jaxtrain.sharding.offload import back_to_host, casts_fetched, on_devices
 from jaxtrain.sharding.placement import Gather, constrain_tree, gather_for_loss, model_gathers
 from jaxtrain.sharding.stack import of_model
 from jaxtrain.state import TrainState
@@ -278,7 +278,9 @@ def build_update(
         # step that is left out is thrown away, and at 0 or NaN would have no derivative: 0 * NaN.
         grads = jax.tree.map(
             lambda p, g: (
-                jnp.zeros_like(p) if g is None else jnp.where(usable, g, 1).astype(p.dtype)
+                jnp.zeros(p.shape, p.dtype)
+                if g is None
+                else jnp.where(usable, g, 1).astype(p.dtype)
             ),
             state.params,
             training,
@@ -287,11 +289,12 @@ def build_update(
         # Some transformations refuse what they do not use.
         extras = {} if sums.private else {"value": metrics["loss"]}
         extras = accepted_kwargs(optimizer.update, extras | {"weight": weight})
-        before = on_devices(state.opt_state, after=metrics["grad_norm"])
+        held = (state.params, state.opt_state)
+        given, before = on_devices(held, after=metrics["grad_norm"])
         stack = getattr(engine, "stack", None)
         with jax.named_scope(OPTIMIZER), of_model((stack, True)):
             try:
-                updates, opt_state = optimizer.update(grads, before, state.params, **extras)
+                updates, opt_state = optimizer.update(grads, before, given, **extras)
             except Exception:
                 made = jax.eval_shape(optimizer.init, state.params)
                 if jax.tree.structure(made) == jax.tree.structure(state.opt_state):
@@ -305,9 +308,9 @@ def build_update(
         applied = usable | (updates_made(opt_state) != updates_made(before))
         params = jax.tree.map(
             lambda p, g, new: p if g is None else jnp.where(applied, new, p),
-            state.params,
+            given,
             training,
-            optax.apply_updates(state.params, updates),
+            optax.apply_updates(given, updates),
         )
         if norms:
             metrics["param_norm"] = _norm(params)
@@ -325,7 +328,7 @@ def build_update(
         return dataclasses.replace(
             state,
             step=state.step + 1,
-            params=params,
+            params=back_to_host(params, state.params),
             opt_state=back_to_host(opt_state, state.opt_state),
             model_state=select(usable, sums.model_state, state.model_state),
             memory=select(usable, sums.memory, state.memory),
@@ -453,10 +456,11 @@ def with_policy(
 
     def entered(params, model_state, batch, rng):
         params, batch = policy.cast_to_compute(params), policy.cast_inputs(batch)
-        if gather != "model":
-            return loss_fn(gather_for_loss(params, shardings), model_state, batch, rng)
-        with model_gathers():
-            return loss_fn(params, model_state, batch, rng)
+        with casts_fetched(policy.cast_layer):
+            if gather != "model":
+                return loss_fn(gather_for_loss(params, shardings), model_state, batch, rng)
+            with model_gathers():
+                return loss_fn(params, model_state, batch, rng)
 
     return entered
 

@@ -27,7 +27,7 @@ from tests.engines import test_reduction as losses
 # tests/engines/test_reduction.py reaches these, test_compile.py the options, test_own_engine.py BY,
 # test_exact.py GRAINS.
 ELSEWHERE = {Why.ASKED, Why.ONE_MICROBATCH, Why.UNKNOWN_MEMORY, Why.ROOM, Why.NO_ROOM}
-ELSEWHERE |= {Why.OPTIONS, Why.BY, Why.GRAINS}
+ELSEWHERE |= {Why.OPTIONS, Why.BY, Why.GRAINS, Why.OFFLOADED}
 
 
 def early(loss_fn=losses.masked, engine=plain, **given):

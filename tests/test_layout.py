@@ -37,7 +37,7 @@ def layouts():
         }
         return st.builds(kind, **fields, **given)
 
-    # No other numbers go with an offloaded optimizer.
+    # No other numbers go with offloaded state.
     alone = {"steps_per_call": st.just(1), "exact": st.just(0)}
     return of(jt.Layout, mesh=of(MeshShape), pipeline=of(PipelineLayout), **alone)
 

@@ -146,6 +146,7 @@ def _layouts() -> Iterator[Capability]:
         ("attention by XLA", "attention=xla", "attention"),
         ("whole residual stream", "sequence_parallel=false", "sequence.parallel"),
         ("offloaded optimizer", "offload_optimizer=true", "offload"),
+        ("offloaded parameters", "offload_parameters=true,remat=full", "offload|remat"),
         ("exact sums", "exact=4", "exact|grains"),
     ):
         yield Capability(name, "layout", layout=layout, called=called)

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.loss import LossFn, WeightedLoss
+from jaxtrain.sharding.offload import on_devices
 from jaxtrain.sharding.placement import manual_batch_axes
 from jaxtrain.tree import PyTree, combine, is_count, map_named, partition, to_accum_dtype
 
@@ -135,7 +136,8 @@ def _plain(loss_fn: LossFn) -> GradientEngine:
             # What overflows is not to depend on how many devices share the rows.
             weight = jax.lax.psum(to_accum_dtype(weight), taken_over)
         seed, factor = seed_and_factor(weight, loss_scale, total.dtype)
-        (grads,) = vjp(seed)
+        # The gradient of what lies on the host would lie there too.
+        grads = on_devices(vjp(seed)[0])
         return GradientSums(scaled(grads, factor), to_accum_dtype(loss), new_state)
 
     return engine

@@ -17,6 +17,7 @@ import tyro
 from etils import epath
 
 from jaxtrain.build import (
+    all_on_devices,
     build_evaluation,
     evaluate,
     make_abstract_state,
@@ -133,6 +134,7 @@ class View:
     """An experiment on its mesh, and ``count`` held-out batches that its loss is taken of."""
 
     def __init__(self, experiment: Experiment, count: int):
+        experiment = all_on_devices(experiment)  # where directions are added to parameters
         self.experiment, self.mesh = experiment, make_experiment_mesh(experiment)
         self.abstract = make_abstract_state(experiment, self.mesh)
         self.frozen = frozen_of(self.abstract)

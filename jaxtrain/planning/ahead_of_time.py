@@ -238,8 +238,10 @@ def plan_step(
             rest = predicted(dataclasses.replace(program, collectives=tuple(alone)))
             meetings = dataclasses.replace(meetings, step_seconds=rest.step_seconds)
     if roofline is not None and target.chip.host_bytes_per_s is not None:
-        # Fetched, and sent back.
-        seconds = 2 * host_bytes(state) / target.chip.host_bytes_per_s
+        # Fetched, and sent back; layers also for both passes of each microbatch.
+        layers = host_bytes(getattr(state, "params", ()))
+        passes = 2 * (1 if experiment is None else experiment.layout.accumulate)
+        seconds = (2 * host_bytes(state) + passes * layers) / target.chip.host_bytes_per_s
         roofline = dataclasses.replace(roofline, host=seconds)
     params = getattr(state, "params", None)
     gathers = ()
@@ -259,7 +261,7 @@ def plan_step(
         roofline=roofline,
         compile_seconds=train.compile_seconds,
         warnings=gathers,
-        notes=(*notes, *unread, *_notes(program, memory, target)),
+        notes=(*notes, *unread, *_notes(program, memory, target, experiment)),
         hlo=text,
     )
 
@@ -344,6 +346,7 @@ def split_memory(
         peak=peak,
         limit=chip.memory_bytes,
         host=host_bytes(state),
+        host_parameters=host_bytes(getattr(state, "params", ())),
         host_temporaries=sizes.host_temp_size_in_bytes,
     )
 
@@ -436,7 +439,9 @@ def unknown_note(names: Iterable[str]) -> str:
     )
 
 
-def _notes(program: Program, memory: Memory, target: Target) -> list[str]:
+def _notes(
+    program: Program, memory: Memory, target: Target, experiment: Experiment | None
+) -> list[str]:
     notes = []
     if None in program.loops:
         count = program.loops.count(None)
@@ -446,10 +451,11 @@ def _notes(program: Program, memory: Memory, target: Target) -> list[str]:
             "collectives in branches (marked ≤) are counted as if every branch were taken on every "
             "trip"
         )
-    if memory.host and target.chip.kind == "gpu":
+    offloads = () if experiment is None else experiment.layout.offloads
+    if offloads and target.chip.kind == "gpu":
         notes.append(
-            "without a GPU its compiler knows no memory of the host: what lies there is counted as "
-            "on the device, among the temporaries"
+            "without a GPU its compiler knows no memory of the host: what lies there "
+            f"({', '.join(offloads)}) is counted as on the device"
         )
     if memory.host and target.chip.host_bytes_per_s is None:
         notes.append("how fast the host's memory is reached is not published, and not counted")

@@ -111,7 +111,8 @@ def make_candidates(
     rows = getattr(config, "global_batch", 1)
     most = max(1, rows // batch_parts(mesh))
     base = dataclasses.replace(config.layout, mesh=mesh, accumulate=1)
-    choices = REMAT if stages else [base.remat]
+    choices = [x for x in REMAT if x != "none" or not base.offload_parameters]
+    choices = choices if stages else [base.remat]
     kinds = [{"remat": remat} for remat in choices]
     if mesh.pipe > 1:
         # A stage that is run again has no use for blocks that are, too.

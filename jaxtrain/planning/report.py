@@ -35,6 +35,7 @@ class Memory:
       peak: all of the above except the program, at the fullest moment.
       limit: what the device has; None where it is not known.
       host: bytes in the memory of the host that belong to this device's part of the state.
+      host_parameters: of these, the parameters'.
       host_temporaries: more bytes there at the fullest moment, such as offloaded activations.
     """
 
@@ -48,6 +49,7 @@ class Memory:
     peak: int
     limit: int | None
     host: int = 0
+    host_parameters: int = 0
     host_temporaries: int = 0
 
     @property
@@ -285,7 +287,9 @@ def _memory(plan: Plan) -> Table:
         table.add_row(name, f"{size:,}", human_bytes(size))
     table.add_row("peak", f"{memory.peak:,}", human_bytes(memory.peak), style="bold")
     table.add_row("program", f"{memory.program:,}", human_bytes(memory.program))
-    on_host = {"optimizer state": memory.host, "temporaries": memory.host_temporaries}
+    held = {"parameters": memory.host_parameters}
+    held |= {"optimizer state": memory.host - memory.host_parameters}
+    on_host = held | {"temporaries": memory.host_temporaries}
     for name, size in on_host.items():
         if size:
             table.add_row(f"{name} on the host", f"{size:,}", human_bytes(size))

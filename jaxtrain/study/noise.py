@@ -99,6 +99,7 @@ def measure(
     with dropout as in training, before anything clips them. The batches are gone through twice, so
     that devices hold two gradients, however many batches there are.
     """
+    experiment = build.all_on_devices(experiment)  # where gradients are added up
     mesh, laid, found = build.make_experiment_mesh(experiment), experiment.laid, {}
     abstract = build.make_abstract_state(experiment, mesh)
     given = {"has_model_state": laid.has_model_state, "gather": laid.gather, "engine": plain}

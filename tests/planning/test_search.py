@@ -99,6 +99,8 @@ def test_a_model_without_stages_has_no_pipeline_and_no_blocks_that_keep_less():
     own = jt.Config(layout=Layout(remat="offload", sequence_parallel=False))
     found = list(make_candidates(own, mesh, stages=False))
     assert {(x.remat, x.sequence_parallel) for x in found} == {("offload", False)}
+    own = jt.Config(layout=Layout(offload_parameters=True))  # which refuses to keep everything
+    assert "none" not in {x.remat for x in make_candidates(own, MeshShape(data=1, tensor=2))}
 
 
 def test_experts_are_split_where_there_are_some():

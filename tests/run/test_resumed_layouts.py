@@ -44,6 +44,7 @@ CHANGED = {
     "pipeline.balance": (PIPE, f"{PIPE},pipeline.balance=true"),
     "steps_per_call": ("data=8", "data=8,steps_per_call=2"),
     "offload_optimizer": ("data=8", "data=8,offload_optimizer=true"),
+    "offload_parameters": ("data=8,remat=full", "data=8,remat=full,offload_parameters=true"),
     "hide_communication": ("data=8", "data=8,hide_communication=false"),
     "deterministic": ("data=8", "data=8,deterministic=true"),
 }

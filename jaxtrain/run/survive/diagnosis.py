@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.engines.plain import Engine, run_engine
 from jaxtrain.experiment import Experiment
 from jaxtrain.optim import frozen_of
+from jaxtrain.sharding.offload import on_devices
 from jaxtrain.sharding.placement import tracing_on
 from jaxtrain.sharding.rules import batch_sharding
 from jaxtrain.state import TrainState
@@ -112,10 +113,11 @@ def diagnose(experiment: Experiment, mesh: Mesh, state: TrainState, batch: PyTre
         given = (state.params, state.model_state, batch, rng, scale)
         memory = (state.memory, jnp.zeros(1 if kind.accumulates else microbatches))
         sums = run_engine(engine, *given, frozen=frozen_of(state), memory=memory)
+        params = on_devices(state.params)
         model_state, (_, losses) = sums.model_state, sums.memory
         grads = named_leaves(jax.tree.map(lambda g: g / sums.loss.weight, sums.grads))
         norms = jax.tree.map(optax.tree.norm, grads)
-        return losses, *map(_not_finite, (state.params, grads, model_state)), norms
+        return losses, *map(_not_finite, (params, grads, model_state)), norms
 
     with tracing_on(mesh, state, experiment.laid.rules):
         # The same on all devices, so that every process can read it.
