@@ -328,10 +328,11 @@ def processor() -> str:
 
 
 def _fix_attention(operation: Any) -> None:
-    """Asks every call of cuDNN's attention within an MLIR operation for the same bits in each run.
+    """Asks calls of cuDNN's attention within an MLIR operation for the same bits in each run.
 
     XLA asks the first of several equal calls alone, and then finds no plan for the others, as in
-    layers that are written out (https://github.com/openxla/xla/pull/46500).
+    layers that are written out (https://github.com/openxla/xla/pull/46500). Calls that JAX leaves
+    to the partitioner, as those of ``jax.nn`` outside of a map over devices, are not there yet.
     """
     for inner in (inner for region in operation.regions for block in region for inner in block):
         attributes = inner.operation.attributes

@@ -155,7 +155,8 @@ def row_wise(loss_fn: LossFn) -> LossFn:
     so. A mean over the batch, a contrastive loss, a penalty on parameters or a norm over the batch
     is not. On a mesh the gradients of such a loss are summed on each device over the microbatches
     of a step and reduced once (:mod:`jaxtrain.engines.reduction`); those of any other are reduced
-    in every microbatch. Model state that it returns is to move by a mean over rows.
+    in every microbatch. Model state that it returns is to move by a mean over rows, which all weigh
+    the same, and whole numbers in it are to count steps.
 
     Nobody checks the declaration; :func:`jaxtrain.parity` shows where it is false. A loss may draw
     with its key by :func:`jaxtrain.ops.numerics.drop`; one that draws in another way is found out

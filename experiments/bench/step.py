@@ -65,7 +65,7 @@ class Precisions(Rounds):
     """Rows of the batch."""
     seq_len: int = 2048
     """Tokens per row."""
-    precisions: tuple[str, ...] = ("bf16", "fp8_tensor")
+    precisions: tuple[str, str, *tuple[str, ...]] = ("bf16", "fp8_tensor")
     """Values of an experiment's --precision; the first is what the others are compared with."""
     rounds: int = 8
     calls: int = 4
@@ -74,6 +74,11 @@ class Precisions(Rounds):
 
 def precisions(config: Precisions) -> None:
     """Compares jaxtrain's step with itself, by precision: a vocabulary of 32,000, AdamW."""
+    if config.model not in decoder.PRESETS:
+        presets = ", ".join(decoder.PRESETS)
+        raise SystemExit(f"--model is {config.model!r}, which is no preset: give one of {presets}")
+    if len({*config.precisions}) < len(config.precisions):
+        raise SystemExit(f"--precisions is {' '.join(config.precisions)}: give each once")
     model = decoder.PRESETS[config.model]()
     sizes = {"vocab_size": 32000, "seq_len": config.seq_len, "scan_unroll": model.layers}
     model = dataclasses.replace(model, **sizes, remat="none")

@@ -140,6 +140,8 @@ def compare(
             run.train_block(block_steps)
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
     found = []
+    for run in runs:  # What is taken of each in the end may need the memory of all.
+        run.park()
     for run in runs:
         result = _result(run, runs[0], block_steps, held_out_batches)
         with naming(run.name):
@@ -236,6 +238,11 @@ class _Run(Hook):
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
         self.times.append((wall / steps, cpu / steps))
         self._state = state if self.stays else park(state)
+
+    def park(self) -> None:
+        """Leaves the devices of an accelerator to the other variants."""
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        self._state = self._state if on_cpu else park(self._state)
 
     def rounding(self, count: int) -> dict[str, tuple[float, ...]]:
         """The gradients of the next so many batches against those of float32."""

@@ -77,7 +77,7 @@ def by_grains(
 
     Args:
       one: the engine of a grain; its loss is a sum over rows. Each grain begins with the model
-        state of the step. The new one is the mean of theirs, or the largest whole number.
+        state of the step, which moves by the mean of what they add; whole numbers by the largest.
       grains: K.
       microbatches: the fewest grains of a device.
       cast: parameters to the dtype in which they are gathered.
@@ -87,6 +87,12 @@ def by_grains(
 
     def engine(params, model_state, batch, rng, loss_scale, frozen=frozenset()):
         report_finding(Kind.EXACT, Why.GRAINS(grains=grains))
+        for name, leaf in named_leaves(model_state).items():
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                raise ValueError(
+                    f"model state {name!r} is a random key and `exact` {grains} grains, of which "
+                    "each would replace it by its own: draw by the key that the loss is given"
+                )
         shards, narrow = _shards(params), cast(params)
 
         def on_device(params, model_state, batch, rng, loss_scale):
@@ -98,7 +104,7 @@ def by_grains(
 
             def gradient(own, j, params, state, scale):
                 sums = one(params, state, own, key(start + j), scale, frozen=frozen)
-                return sums.grads, sums.loss, sums.model_state
+                return sums.grads, sums.loss, jax.tree.map(_moved, state, sums.model_state)
 
             with apart_along(*GATHERED_AXES):
                 given = whole, model_state, at(0)
@@ -109,7 +115,8 @@ def by_grains(
                 zero = _zero(jax.random.key_data(rng).ravel()[0])
                 sums = _counted(gradient, at, (whole, model_state, loss_scale), here, zero)
             grads, loss, state = _over_devices(sums, shards)
-            return grads, loss, jax.tree.map(functools.partial(_mean, count=grains + zero), state)
+            by_mean = functools.partial(_by_mean, count=grains + zero)
+            return grads, loss, jax.tree.map(by_mean, model_state, state)
 
         training, _ = trainable(narrow, frozen)
         program = _mapped(
@@ -279,13 +286,29 @@ def _add(first: tuple[PyTree, WeightedLoss, PyTree], second: tuple) -> tuple:
     return grads, first[1] + second[1], jax.tree.map(_join, first[2], second[2])
 
 
+def _moved(old: jax.Array, new: jax.Array) -> jax.Array:
+    """By how much a grain moves model state; whole numbers, and keys, as it leaves them."""
+    if not jnp.issubdtype(old.dtype, jnp.inexact):
+        return new
+    before, after = map(_at_least_float32, (old, new))
+    # What stands still does so to the bit, an infinity too.
+    return jnp.where(after == before, 0, after - before)
+
+
 def _join(a: jax.Array, b: jax.Array) -> jax.Array:
     return a + b if jnp.issubdtype(a.dtype, jnp.inexact) else jnp.maximum(a, b)
 
 
-def _mean(x: jax.Array, *, count: jax.Array) -> jax.Array:
-    # Of a number that the compiler does not know: it would multiply by the inverse, or divide.
-    return x / count.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+def _by_mean(old: jax.Array, moved: jax.Array, *, count: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(old.dtype, jnp.inexact):
+        return moved
+    # The count is one that the compiler does not know: it would multiply by the inverse, or divide.
+    new = _at_least_float32(old) + moved / count.astype(moved.dtype)
+    return jnp.where(moved == 0, old, new.astype(old.dtype))
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
 def _counted(

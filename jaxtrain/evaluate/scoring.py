@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.models.decoding import check_positions, unscaled
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.generate import by_length, padded_length, whole_rows
 from jaxtrain.serve.engine import row_length
@@ -51,7 +52,8 @@ class Scorer:
         rows: int = 16,
         longest: int | None = None,
     ):
-        self.longest = row_length(model, longest, least=1)
+        check_positions(model, longest or 0)
+        self.longest = unscaled(model, row_length(model, longest, least=1))
         self._params, self._mesh = params, mesh
         self._rows = whole_rows(rows, mesh)
         self._run = jax.jit(functools.partial(_log_probs, model))
@@ -109,7 +111,8 @@ class MaskedScorer:
     ):
         if model.head != "tokens":
             raise ValueError(f"head is {model.head!r}: give a model that fills in masked tokens")
-        self.longest, self._ends, self._mask = model.seq_len - 2, ends, mask
+        self.longest = unscaled(model, model.seq_len) - 2
+        self._ends, self._mask = ends, mask
         self._params, self._mesh = params, mesh
         self._rows = whole_rows(rows, mesh)
         self._run = jax.jit(functools.partial(encoder.log_probs, model))

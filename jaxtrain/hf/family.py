@@ -218,7 +218,7 @@ class Family:
 
 def check_positive(name: str, value: Any) -> None:
     """Raises where a field of a config.json is no number above 0."""
-    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
         raise ValueError(f"{name}={value!r} must be a number above 0")
 
 

@@ -441,15 +441,20 @@ def longest_row(config: Any) -> int | None:
     return scaling.length if isinstance(scaling, DynamicScaling) else None
 
 
+def unscaled(config: Any, length: int) -> int:
+    """Returns the fewer of so many positions and those up to which dynamic scaling does nothing."""
+    scaling = getattr(config, "rope_scaling", None)
+    return min(length, scaling.length) if isinstance(scaling, DynamicScaling) else length
+
+
 def check_positions(config: Any, length: int) -> None:
-    """Raises ValueError for rows of so many positions, read into a cache, where dynamic scaling
-    would change the angles of keys that the cache has."""
-    scaling = config.rope_scaling
-    if isinstance(scaling, DynamicScaling) and length > scaling.length:
+    """Raises ValueError for rows of so many positions, read into a cache or padded to the longest
+    beside them, whose angles dynamic scaling would change."""
+    if (most := unscaled(config, length)) < length:
         raise ValueError(
             f"the length of a row is {length}: dynamic scaling (rope_type dynamic) has another "
-            f"base at each length beyond {scaling.length}, and keys in a cache keep theirs; ask "
-            f"for at most {scaling.length} positions, or use a model of rope_type yarn"
+            f"base at each length beyond {most}, which padding would change and keys in a cache do "
+            f"not follow; ask for at most {most} positions, or use a model of rope_type yarn"
         )
 
 

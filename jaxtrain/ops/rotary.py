@@ -148,15 +148,15 @@ def scaling_of(values: Any) -> Scaling:
     numbers = isinstance(values, list | tuple) and all(type(x) in (int, float) for x in values)
     if numbers and len(values) == 1 and values[0] > 0:
         return LinearScaling(*values)
-    if numbers and len(values) == 2 and min(values) > 0:
+    if numbers and len(values) == 2 and 0 < values[0] < math.inf and values[1] in range(1, 2**31):
         return DynamicScaling(*values)
     if numbers and len(values) in (6, 7) and min(values[:5]) > 0 and values[3] > values[4]:
         return YarnScaling(*values)
     if not numbers or len(values) != 4 or min(values) <= 0 or values[1] >= values[2]:
         raise ValueError(
             f"rope_scaling={values!r} must be one positive number (factor), two (factor, length), "
-            "four (factor, low, high, length), low below high, or six or seven (factor, length, "
-            "magnitude, fast, slow, whole, all_dim), slow below fast"
+            "the length whole, four (factor, low, high, length), low below high, or six or seven "
+            "(factor, length, magnitude, fast, slow, whole, all_dim), slow below fast"
         )
     return Llama3Scaling(*values)
 

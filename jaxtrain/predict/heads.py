@@ -20,6 +20,7 @@ from jaxtrain.data.sources import rows_in
 from jaxtrain.hf.opening import Opened, ends_of, fields_of, form_of
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, vit
+from jaxtrain.models.decoding import check_positions, unscaled
 from jaxtrain.models.generate import beam_search, by_length, generate, padded_length, whole_rows
 from jaxtrain.run import trained
 from jaxtrain.sharding.placement import UnevenWarning
@@ -68,7 +69,8 @@ class Model:
                 f"rows of {self.seq_len} tokens are asked for, and the model has {longest} "
                 "positions: ask for no more"
             )
-        return self.seq_len or longest
+        check_positions(model, self.seq_len or 0)
+        return self.seq_len or unscaled(model, longest)
 
     @functools.cached_property
     def classes(self) -> list[str]:

@@ -33,6 +33,7 @@ def test_speed_up_and_efficiency_are_those_by_hand():
     assert last.efficiency == pytest.approx(0.8)
 
 
+@pytest.mark.slow
 def test_two_simulated_devices_are_timed_and_told_apart(capsys, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(scaling, "ROUNDS", 2)

@@ -258,18 +258,19 @@ def centred(params, means, batch, rng):
     rows_NF = batch["x"]
     nll = jnp.square((rows_NF - means["rows"]) @ params["w"] - batch["y"]).mean(-1)
     moved = {"rows": 0.9 * means["rows"] + 0.1 * rows_NF.mean(0), "steps": means["steps"] + 1}
-    return jt.WeightedLoss(nll.sum(), jnp.float32(len(nll))), moved
+    return jt.WeightedLoss(nll.sum(), jnp.float32(len(nll))), means | moved
 
 
-def follow(axes, exact, declared=True, grains=6):
+def follow(axes, exact, declared=True, grains=6, **more):
     loss = jt.row_wise(centred) if declared else centred
     mesh = jt.make_mesh(**axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
     r = np.random.default_rng(0)
     batches = [{"x": r.normal(1, 2, (24, 8)), "y": r.normal(0, 1, (24, 4))} for _ in range(3)]
     batches = jax.tree.map(np.float32, batches)
+    still = jnp.array([jnp.inf, 0.1, 3e38])
     init = lambda rng: (  # noqa: E731
         {"w": jax.random.normal(rng, (8, 4)), "b": jnp.zeros(8)},
-        {"rows": jnp.zeros(8), "steps": jnp.int32(0)},
+        {"rows": jnp.zeros(8), "steps": jnp.int32(0), "still": still} | more,
     )
     chain = optax.adam(1e-2)
     given = {"mesh": mesh, "rules": [("w", ("fsdp", None))]}
@@ -295,8 +296,11 @@ def test_model_state_of_a_sum_over_rows_has_the_bits_of_three_devices_and_the_us
     pairs = (found.params, of.params), (found.model_state, of.model_state), (means, usual_means)
     for each in pairs:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-6), *each)
+    np.testing.assert_array_equal(found.model_state["still"], of.model_state["still"])
 
 
 def test_model_state_of_another_loss_is_refused():
     with pytest.raises(ValueError, match=r"the model has state, which is that of all rows"):
         follow({"data": 3}, exact=True, declared=False)
+    with pytest.raises(ValueError, match=r"model state 'key' is a random key and `exact` 6"):
+        follow({"data": 3}, exact=True, key=jax.random.key(0))

@@ -17,6 +17,7 @@ from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.hf.opening import Opened
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
+from jaxtrain.ops.rotary import DynamicScaling
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.server import make_app
@@ -83,6 +84,22 @@ def test_rows_of_few_learned_positions_are_scored():
     for longest in (0, 11):
         with pytest.raises(ValueError, match=f"`longest` is {longest}"):
             Scorer(config, params, mesh=mesh, longest=longest)
+
+
+def test_padding_does_not_scale_positions_that_are_scaled_by_the_length_of_a_row():
+    sizes = {"vocab_size": 31, "seq_len": 64, "layers": 1, "width": 16, "heads": 2}
+    config = DecoderConfig(**sizes, positions="rope", rope_scaling=DynamicScaling(4.0, 20))
+    params = decoder.init(config, jax.random.key(0))
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    scorer, short, long = Scorer(config, params, mesh=mesh, rows=2), range(12), [1] * 21
+    logp = jax.nn.log_softmax(decoder.logits(config, params, np.arange(11)[None])[0])
+    expected = float(sum(logp[t, t + 1] for t in range(11)))
+    found, _ = scorer([Row(short, 11), Row(long, 3)])
+    assert found.logprob == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="give 2 to 21"):
+        scorer([Row([1] * 22, 3)])
+    with pytest.raises(ValueError, match=r"row is 21: dynamic scaling .* at most 20 positions"):
+        Scorer(config, params, mesh=mesh, longest=21)
 
 
 @pytest.mark.parametrize(("count", "longest", "stride"), [(2, 8, 8), (9, 8, 3), (50, 8, 3)])

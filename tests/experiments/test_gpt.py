@@ -126,6 +126,7 @@ def test_resuming_continues_with_the_very_next_batch(texts, tmp_path):
     assert digest(run(6, tmp_path / "parts", "--resume")) == digest(whole)
 
 
+@pytest.mark.slow
 def test_resuming_takes_the_runs_own_flags_and_tokenizer_and_refuses_others(tmp_path, capsys):
     texts, run = tmp_path / "texts", tmp_path / "run"
     texts.mkdir()

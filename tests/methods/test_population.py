@@ -170,6 +170,7 @@ def test_whole_models_are_spread_over_data_and_nothing_is_sent_but_metrics():
     assert sent(text)[False] < 2 * size
 
 
+@pytest.mark.slow
 def test_a_member_that_diverges_is_alone_in_it():
     _, state, train = program()
     state = jax.tree.map(lambda x: x.copy(), state)

@@ -33,6 +33,7 @@ def values(folder):
     return [[x["eval/loss"] for x in each if "eval/loss" in x][-1] for each in lines]
 
 
+@pytest.mark.slow
 def test_a_study_of_two_trials(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     status, out, err = run(capsys, *given(tmp_path, "--trials", "2"))

@@ -38,7 +38,7 @@ def header_facts(
     accumulate = f" in {layout.accumulate} microbatches" if layout.accumulate > 1 else ""
     epochs = data.steps_per_epoch and left / data.steps_per_epoch
     away = host_bytes(state)
-    on_host = f"; {memory.human_bytes(away)} of its optimizer state on the host" if away else ""
+    on_host = f"; {memory.human_bytes(away)} of its state on the host" if away else ""
     return {
         **experiment.metadata.facts,
         **({"privacy": data.guarantee} if data.guarantee else {}),
