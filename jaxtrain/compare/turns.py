@@ -208,7 +208,7 @@ class _Run(Hook):
         self.mesh = make_experiment_mesh(experiment, devices)
         self.shapes = make_abstract_state(experiment, self.mesh)
         # The round that is not timed counts a variant's own memory alone.
-        self.stays = self.mesh.devices.flat[0].platform == "cpu"
+        self.stays = self._on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         self._places = jax.tree.map(lambda x: x.sharding, self.shapes)
         self._state: PyTree = None
         self.losses: list[float] = []
@@ -241,8 +241,8 @@ class _Run(Hook):
 
     def park(self) -> None:
         """Leaves the devices of an accelerator to the other variants."""
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        self._state = self._state if on_cpu else park(self._state)
+        if not self._on_cpu:
+            self._state = park(self._state)
 
     def rounding(self, count: int) -> dict[str, tuple[float, ...]]:
         """The gradients of the next so many batches against those of float32."""

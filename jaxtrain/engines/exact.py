@@ -287,7 +287,7 @@ def _add(first: tuple[PyTree, WeightedLoss, PyTree], second: tuple) -> tuple:
 
 
 def _moved(old: jax.Array, new: jax.Array) -> jax.Array:
-    """By how much a grain moves model state; whole numbers, and keys, as it leaves them."""
+    """By how much a grain moves model state; whole numbers as it leaves them."""
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return new
     before, after = map(_at_least_float32, (old, new))
