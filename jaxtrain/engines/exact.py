@@ -341,7 +341,8 @@ def _counted(
             carry = lambda level, x: _add(at(sums, level), x)  # noqa: E731
             with jax.named_scope(f"{TRIPS}1"):
                 x = jax.lax.fori_loop(0, level, carry, x)
-        sums = jax.tree.map(lambda every, one: every.at[level].set(one), sums, x)
+        put = lambda every, one: every.at[level].set(one) if count > 1 else one[None]  # noqa: E731
+        sums = jax.tree.map(put, sums, x)
         return rows(jnp.minimum(j + 1, count - 1)), sums
 
     with jax.named_scope(f"{TRIPS}{count}"):
