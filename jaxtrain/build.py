@@ -259,8 +259,6 @@ def choose_gather(
         return Gathered("step")
     if experiment.layout.exact:  # which gathers them once for all grains
         return Gathered(experiment.task.gather)
-    if experiment.layout.offload_parameters:  # of which no step has all before its update
-        return Gathered("model", Why.OFFLOADED())
     pipe = 1 if experiment.task.stages is None else mesh.shape.get("pipe", 1)
     obstacle = why_not_once(experiment, piped=pipe > 1)
     own, asked = experiment.task.gather, experiment.layout.gather
@@ -277,10 +275,12 @@ def choose_gather(
     if asked is not None:
         return Gathered("step" if asked == "step" else own, Why.ASKED())
     more = 0
-    if own == "model" and obstacle is None and isinstance(mesh, Mesh):
+    if own == "model" and isinstance(mesh, Mesh):
         more = kept_by_gathering(state.params, shardings, experiment.policy.compute_dtype)
     if more == 0:
         return Gathered(own)
+    if obstacle is not None:
+        return Gathered("model", obstacle)
     if experiment.layout.microbatches(pipe) == 1:
         return Gathered("model", Why.ONE_MICROBATCH())
     kind = mesh.devices.flat[0].device_kind
@@ -296,6 +296,8 @@ def choose_gather(
 def why_not_once(experiment: Experiment, *, piped: bool = False) -> Reason | None:
     """Why gradients cannot be reduced, and weights gathered, once per step, in a pipeline of the
     stages (``piped``) or outside; None where they can."""
+    if experiment.layout.offload_parameters:  # no device has all weights before the update
+        return Why.OFFLOADED()
     return why_not(
         loss_from_stages(experiment.laid.stages) if piped else experiment.laid.loss_fn,
         has_model_state=experiment.task.has_model_state,

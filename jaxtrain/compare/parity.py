@@ -341,8 +341,8 @@ def compile_on(
     if devices > len(jax.devices()):
         raise ValueError(f"it takes {devices} devices and there are {len(jax.devices())}")
     piped = layout.mesh.pipe > 1
-    free = layout.gather is None and not layout.offload_parameters
-    if islands > 1 and free and why_not_once(experiment, piped=piped) is None:
+    asked = experiment.with_(layout=layout)
+    if islands > 1 and layout.gather is None and why_not_once(asked, piped=piped) is None:
         layout = dataclasses.replace(layout, gather="step")
     parts = {"accumulate": 1, "pipeline.microbatches": microbatches}
     layout = layout.with_(parts if piped else {"accumulate": microbatches})

@@ -68,8 +68,8 @@ class Estimator:
     @property
     def gathers(self) -> tuple[str, ...]:
         """When weights may be gathered; none where the flags say it, or there is no choice, as in
-        an exact step, whose devices have all of them, or one that fetches layers."""
-        if self.asked.gather is not None or self.asked.exact or self.asked.offload_parameters:
+        an exact step, whose devices have all of them."""
+        if self.asked.gather is not None or self.asked.exact:
             return ()
         possible = self.alone.task.gathers_layers and why_not_once(self.alone) is None
         return ("layer", "step") if possible else ()
