@@ -192,9 +192,7 @@ def read(
         alpha = _of_pattern(fields.get("alpha_pattern"), modules[0], fields["lora_alpha"])
         b_LRF = b_LRF * np.float32(alpha / fields["lora_alpha"])
         for row in group:
-            i, n = row.part
-            size = b_LRF.shape[-1] // n
-            part = slice(i * size, (i + 1) * size)
+            part = row.place(b_LRF.shape[-1])
             found[row.ours] = a_LDR, b_LRF[..., part], *([m_LF[..., part]] if dora else [])
             targets.append(f"^{re.escape(row.ours)}$={rank}")
     if tensors:

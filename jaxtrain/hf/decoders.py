@@ -1,4 +1,4 @@
-"""The families of decoders: GPT-2, Llama, Mistral, Qwen, Gemma, and mixtures of experts."""
+"""The families of decoders: GPT-2, Llama, Mistral, Phi, Qwen, Gemma, and mixtures of experts."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from jaxtrain.hf.family import Family
 from jaxtrain.hf.table import GELUS, REQUIRED, SHAPE, Field, Row, T, dense, norm
 from jaxtrain.models.config import deltas_of, windows_of
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.ops.rotary import YarnScaling
+from jaxtrain.ops.rotary import LongScaling, YarnScaling
 
 
 def _check_width(family: str, config: DecoderConfig) -> dict[str, Any]:
@@ -89,6 +89,51 @@ LLAMA_ROWS = (
     Row("final_norm/scale", "model.norm.weight"),
     Row("head/kernel", "lm_head.weight", T, vocab=1),
 )
+
+# Llama's, with queries, keys and values in one tensor, and gates and ups in another.
+_OF_PHI = "model.layers.{l}."
+PHI3_ROWS = (
+    *(row for row in LLAMA_ROWS if not re.match("blocks/(mlp/(gate|up)|attn/[^o])", row.ours)),
+    *(Row(f"blocks/attn/{x}/kernel", f"{_OF_PHI}self_attn.qkv_proj.weight", T) for x in "qkv"),
+    *(
+        Row(f"blocks/mlp/{x}/kernel", f"{_OF_PHI}mlp.gate_up_proj.weight", T, part=(i, 2))
+        for i, x in enumerate(("gate", "up"))
+    ),
+)
+
+
+def _phi3_parts(config: DecoderConfig) -> dict[str, dict[str, Any]]:
+    """Of the tensor of queries, keys and values, the heads of each."""
+    heads, kv_heads = config.heads, config.block.kv_heads
+    first = {"q": 0, "k": heads, "v": heads + kv_heads}
+    return {
+        f"blocks/attn/{x}/": {
+            "part": (at, heads + 2 * kv_heads),
+            "parts": heads if x == "q" else kv_heads,
+        }
+        for x, at in first.items()
+    }
+
+
+def _read_phi3(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Rotary positions of a part of a head, each frequency of which may have its own divisor."""
+    part = positions.take_rotated(theirs, 1.0)
+    width, heads = (positions.positive(theirs, x) for x in ("hidden_size", "num_attention_heads"))
+    found = positions.read_rope(theirs, 10000.0)
+    theirs.pop("original_max_position_embeddings", None)  # which nothing else reads
+    size = theirs.get("head_dim") or width // heads
+    return found | {"rope_dim": int(size * part) if part < 1 else None}
+
+
+def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
+    rope, scaling = positions.write_rope(config), config.rope_scaling
+    if not isinstance(scaling, LongScaling | None):
+        raise ValueError("phi3 has positions that are scaled by longrope alone, or not")
+    whole = {"original_max_position_embeddings": scaling.length} if scaling else {}
+    part = {"partial_rotary_factor": positions.rotated_part(config)}
+    # Where it is left out transformers takes 32000, a token like others or none.
+    return rope | part | whole | {"pad_token_id": None}
+
 
 # Llama's, but for the norms around both branches.
 GEMMA_ROWS = (
@@ -195,18 +240,15 @@ def _read_qwen3_next(theirs: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"layer_types={kinds!r} must say {' or '.join(_KINDS)} {layers} times")
     delta = tuple(map(_KINDS.index, kinds))
     repeats = (n for n in range(1, layers + 1) if delta == delta[:n] * (layers // n))
-    rope = dict(theirs.pop("rope_parameters", None) or {})
-    part = theirs.pop("partial_rotary_factor", 0.25)
-    part = rope.pop("partial_rotary_factor", part)
+    part = positions.take_rotated(theirs, 0.25)
     size = positions.positive(theirs | {"head_dim": theirs.get("head_dim", 256)}, "head_dim")
     wide = positions.positive(theirs, "shared_expert_intermediate_size", 512)
     mlp = theirs.get("moe_intermediate_size", 512)
-    if wide % mlp or not 0 < part <= 1:
+    if wide % mlp:
         raise ValueError(
             f"shared_expert_intermediate_size={wide} must be a multiple of moe_intermediate_size="
-            f"{mlp}, and partial_rotary_factor={part} above 0 and at most 1"
+            f"{mlp}"
         )
-    theirs["rope_parameters"] = rope
     return positions.read_rope(theirs, 10000.0) | {
         "delta_pattern": tuple(map(bool, delta[: next(repeats)])),
         "rope_dim": int(size * part) if part < 1 else None,
@@ -218,9 +260,9 @@ def _write_qwen3_next(config: DecoderConfig) -> dict[str, Any]:
     if config.shared_experts is None:
         raise ValueError("qwen3_next has shared experts, and the model lacks them")
     rope = {"rope_type": "default"} | (positions.write_rope(config)["rope_scaling"] or {})
-    part = config.block.rotated / config.block.head_dim
+    rope |= {"partial_rotary_factor": positions.rotated_part(config)}
     return {
-        "rope_parameters": rope | {"rope_theta": config.rope_theta, "partial_rotary_factor": part},
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
         "layer_types": [_KINDS[delta] for delta in deltas_of(config)],
         "shared_expert_intermediate_size": config.shared_experts * config.mlp_width,
     }
@@ -345,6 +387,19 @@ MISTRAL = dataclasses.replace(
     fixed={"is_encoder_decoder": False},
     read=lambda theirs: positions.read_rope(theirs, REQUIRED),
     write=positions.write_rope,
+)
+
+PHI3 = dataclasses.replace(
+    LLAMA,
+    name="phi3",
+    architecture="Phi3ForCausalLM",
+    rows=PHI3_ROWS,
+    fields=LLAMA.fields
+    | {"sliding_window": Field("window", None), "rms_norm_eps": Field("norm_eps", 1e-5)},
+    fixed=LLAMA.fixed | {"embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    read=_read_phi3,
+    write=_write_phi3,
+    sized=_phi3_parts,
 )
 
 QWEN2 = dataclasses.replace(
@@ -573,6 +628,6 @@ def _with_scores(family: Family) -> Family:
     return dataclasses.replace(family, read=read, write=write, **own)
 
 
-DENSE = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)
+DENSE = (GPT2, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3, GEMMA2, GEMMA3)
 MIXTURES = (MIXTRAL, OLMOE, QWEN3_MOE, QWEN3_NEXT, GPT_OSS, DEEPSEEK_V3)
 DECODERS = tuple(map(_with_scores, (*DENSE, *MIXTURES)))

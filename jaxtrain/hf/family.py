@@ -27,6 +27,7 @@ ModelConfig |= LlavaConfig
 INERT = {
     *("_attn_implementation_autoset", "_name_or_path", "_num_labels", "_sliding_window_pattern"),
     *("architectures", "bos_token_id", "chunk_size_feed_forward", "deterministic_flash_attn"),
+    "auto_map",  # code of their own, which is never run here
     *("classifier_dropout", "cls_token_id", "directionality", "dtype", "encoder_stride"),
     *("eos_token_id", "gradient_checkpointing", "id2label", "initializer_cutoff_factor"),
     *("initializer_factor", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference"),
@@ -59,6 +60,9 @@ INERT = {
 # Fields that change nothing at this value alone.
 OFF = {
     "position_embedding_type": "absolute",
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
     "pruned_heads": {},
     "rope_interleaved": False,
     "use_bidirectional_attention": False,
@@ -93,8 +97,8 @@ class Family:
       copies: tensors that some files have, though they are others again: their names to those of
         the others. A name that is a parameter's of a model is no copy there.
       old_names: a regex in names of old files, and what stands there today.
-      offsets: of a model, the number of the first layer of a stack, where it is not 0, by the
-        beginning of the paths of its parameters.
+      sized: fields of rows that the sizes of a model decide, by the beginning of the paths of
+        their parameters.
     """
 
     name: str
@@ -117,7 +121,7 @@ class Family:
     heads: str = "$^"
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     old_names: tuple[str, str] = ("$^", "")
-    offsets: Callable[[Any], Mapping[str, int]] = lambda config: {}
+    sized: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda config: {}
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -206,9 +210,9 @@ class Family:
                         path = path.replace("blocks", f"blocks/{i}", 1)
                     found[path] = dataclasses.replace(row, ours=path, **at)
             rows = found
-        for start, offset in self.offsets(config).items():
+        for start, own in self.sized(config).items():
             under = {path: row for path, row in rows.items() if path.startswith(start)}
-            rows |= {x: dataclasses.replace(row, offset=offset) for x, row in under.items()}
+            rows |= {x: dataclasses.replace(row, **own) for x, row in under.items()}
         return {path: rows[path] for path in named_leaves(shapes)}, shapes
 
     def stored(self, config: ModelConfig, name: str) -> str:

@@ -20,7 +20,7 @@ from jaxtrain.hf.weights import check_new, written
 from jaxtrain.host import extras
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from jaxtrain.ops.rotary import ByRow, LinearScaling, Llama3Scaling, YarnScaling
 from jaxtrain.tree import PyTree, named_leaves
 
 FILE = "model.gguf"
@@ -124,8 +124,8 @@ def obstacle(config: DecoderConfig, family: str) -> str | None:
         return f"its {name} has {'a' if name == 'gemma2' else 'no'} cap on logits"
     if name == "gemma3" and config.local_rope_theta != 1e4:
         return "its gemma3 has rotary positions of base 10000 in layers with a window"
-    if isinstance(config.rope_scaling, YarnScaling | DynamicScaling):
-        return "rope_type yarn and rope_type dynamic are not written"
+    if isinstance(config.rope_scaling, YarnScaling | ByRow):
+        return "rope_type yarn, dynamic and longrope are not written"
     if isinstance(config.rope_scaling, Llama3Scaling) and name != "llama":
         return f"its {name} has no rope_type llama3"
     if config.mlp == "gelu_exact":

@@ -120,6 +120,6 @@ LLAVA = Family(
     buffers=r"\.position_ids$|rotary_emb\.inv_freq$",
     model=LlavaConfig,
     module=llava,
-    offsets=lambda config: {"unread/blocks/": config.image.layers},
+    sized=lambda config: {"unread/blocks/": {"offset": config.image.layers}},
     copies={"language_model.lm_head.weight": "language_model.model.embed_tokens.weight"},
 )

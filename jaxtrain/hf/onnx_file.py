@@ -16,7 +16,7 @@ from jaxtrain.host.paths import read_json
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.vit import ViTConfig
-from jaxtrain.ops.rotary import DynamicScaling
+from jaxtrain.ops.rotary import ByRow
 from jaxtrain.tree import PyTree
 
 FILE = "model.onnx"
@@ -38,10 +38,10 @@ def save(
       ImportError: PyTorch, transformers or onnxscript is not installed.
       ValueError: the model is of no family of transformers, scores texts, or scales dynamically.
     """
-    if isinstance(getattr(config, "rope_scaling", None), DynamicScaling):
+    if isinstance(getattr(config, "rope_scaling", None), ByRow):
         raise ValueError(
-            "rope_type is dynamic: a model of it is no ONNX file here, as transformers chooses the "
-            "base outside of the program; use --format stablehlo"
+            "rope_type is dynamic or longrope: a model of it is no ONNX file here, as transformers "
+            "chooses the frequencies outside of the program; use --format stablehlo"
         )
     needs = "an ONNX file needs PyTorch, transformers and onnxscript"
     torch = extras.load(needs, "onnx", "torch.onnx")

@@ -8,19 +8,22 @@ from jaxtrain.hf.table import REQUIRED
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
-from jaxtrain.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from jaxtrain.ops.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    YarnScaling,
+    scaling_of,
+)
 
 
 def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
     """Rotary positions: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
-    found = {"rope_theta": theirs.pop("rope_theta", default)}
-    for name in ("rope_scaling", "rope_parameters"):
-        more = theirs.pop(name, None)
-        if more is not None and not isinstance(more, dict):
-            raise ValueError(f"{name}={more!r} is not an object")
-        found |= more or {}
+    found = {"rope_theta": theirs.pop("rope_theta", default)} | _taken(theirs)
     theta, kinds = found.pop("rope_theta"), [found.pop("rope_type", None), found.pop("type", None)]
     kind = kinds[0] or kinds[1] or "default"
+    kind = "longrope" if kind == "su" else kind  # its name in the first files
     if theta is REQUIRED:
         raise ValueError("it has no rope_theta")
     for name, value in {"rope_theta": theta, **found}.items():
@@ -28,6 +31,8 @@ def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
             check_positive(name, value)
     if kind == "dynamic":  # whose length transformers takes from nowhere else
         found[_LENGTH] = positive(theirs, _LENGTH)
+    if kind == "longrope" and set(_LONG[:2]) <= found.keys() <= {*_LONG, "factor"}:
+        return {"rope_theta": theta, "rope_scaling": _long(found, theirs)}
     if kind == "yarn" and set(_YARN[:2]) <= found.keys() <= {*_YARN, *_MSCALES}:
         return {"rope_theta": theta, "rope_scaling": _yarn(found)}
     for scaling, (name, numbers) in _SCALINGS.items():
@@ -47,13 +52,56 @@ _LENGTH = "max_position_embeddings"
 _MSCALES = ("mscale", "mscale_all_dim")
 _YARN = ("factor", _LLAMA3[3], "attention_factor", "beta_fast", "beta_slow", "truncate")
 _YARN += _MSCALES[1:]
+_LONG = ("short_factor", "long_factor", _LLAMA3[3], "attention_factor")
 # Their name and numbers, in the order of ours.
 _SCALINGS = {
     Llama3Scaling: ("llama3", _LLAMA3),
     LinearScaling: ("linear", ("factor",)),
     YarnScaling: ("yarn", _YARN),
     DynamicScaling: ("dynamic", ("factor", _LENGTH)),
+    LongScaling: ("longrope", _LONG),
 }
+
+
+def _taken(theirs: dict[str, Any]) -> dict[str, Any]:
+    """Takes out the objects that have fields of rotary positions, as one."""
+    found = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        more = theirs.pop(name, None)
+        if more is not None and not isinstance(more, dict):
+            raise ValueError(f"{name}={more!r} is not an object")
+        found |= more or {}
+    return found
+
+
+def take_rotated(theirs: dict[str, Any], usual: float) -> float:
+    """Takes out the part of a head that is rotated: ``partial_rotary_factor``, in its object or
+    beside it."""
+    theirs["rope_parameters"] = _taken(theirs)
+    part = theirs.pop("partial_rotary_factor", usual)
+    part = theirs["rope_parameters"].pop("partial_rotary_factor", part)
+    if type(part) not in (int, float) or not 0 < part <= 1:
+        raise ValueError(f"partial_rotary_factor={part!r} must be above 0 and at most 1")
+    return part
+
+
+def rotated_part(config: DecoderConfig) -> float:
+    """The inverse of :func:`take_rotated`, of which a product is rounded down."""
+    part = config.block.rotated / config.block.head_dim
+    fits = int(config.block.head_dim * part) == config.block.rotated
+    return part if fits else math.nextafter(part, 1)
+
+
+def _long(found: dict[str, Any], theirs: dict[str, Any]) -> LongScaling:
+    whole = positive(theirs, _LENGTH)
+    length = found.get(_LLAMA3[3]) or theirs.get(_LLAMA3[3]) or whole
+    if (magnitude := found.get(_LONG[3])) is None:
+        magnitude = _long_magnitude(found.get("factor") or whole / length, length)
+    return scaling_of([found[_LONG[0]], found[_LONG[1]], length, magnitude])
+
+
+def _long_magnitude(factor: float, length: int) -> float:
+    return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
 
 
 def _yarn(found: dict[str, Any]) -> YarnScaling:
@@ -80,6 +128,10 @@ def _scaling(config: DecoderConfig | EncoderConfig) -> dict[str, Any] | None:
         return None
     name, numbers = _SCALINGS[type(config.rope_scaling)]
     found = {"rope_type": name} | dict(zip(numbers, config.rope_scaling, strict=True))
+    if isinstance(config.rope_scaling, LongScaling):
+        length = config.rope_scaling.length
+        usual = _long_magnitude(config.seq_len / length, length)
+        return {key: x for key, x in found.items() if (key, x) != (_LONG[3], usual)}
     if name != "yarn":
         found.pop(_LENGTH, None)  # which stands beside, not within
         return found

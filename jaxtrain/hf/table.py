@@ -50,7 +50,8 @@ class Row:
       theirs: the name of their tensor; with ``{l}`` there is one for each layer, with ``{e}`` of
         each expert there.
       axes: their axes in the order of ours; None means as they are.
-      part: (i, n): ours is part i of n equal ones along our last axis.
+      part: (i, n): ours begins with part i of n equal ones along our last axis.
+      parts: of how many of them it is.
       strided: the parts are not one behind the other, but ours is every n-th feature.
       vocab: our axis over the vocabulary, which ours pads with zeros.
       first: the first layer that has such a tensor; of those before it ours is 0, and unread.
@@ -67,6 +68,7 @@ class Row:
     theirs: str
     axes: tuple[int, ...] | None = None
     part: tuple[int, int] = (0, 1)
+    parts: int = 1
     strided: bool = False
     vocab: int | None = None
     shorter: bool = False
@@ -107,7 +109,7 @@ class Row:
         sizes = list(shape[self.ones :])
         if not sizes:
             return ()
-        sizes[-1] *= self.part[1]
+        sizes[-1] = sizes[-1] * self.part[1] // self.parts
         if self.vocab is not None:
             sizes[self.vocab] = vocab_size
         return tuple(sizes[i] for i in np.argsort(self.order(sizes)))
@@ -121,8 +123,9 @@ class Row:
         axes = self.order(tensor.shape)
         sizes = [tensor.shape[i] for i in axes]
         number, parts = self.part
-        sizes[-1] //= parts
-        first = [0] * (len(sizes) - 1) + [0 if self.strided else number * sizes[-1]]
+        mine = self.place(sizes[-1])
+        sizes[-1] = mine.stop - mine.start
+        first = [0] * (len(sizes) - 1) + [0 if self.strided else mine.start]
         ours = [
             slice(at + min(part.start, size), at + min(part.stop, size))
             for part, size, at in zip(index, sizes, first, strict=True)
@@ -132,6 +135,11 @@ class Row:
         block = tensor[tuple(ours[i] for i in np.argsort(axes))].transpose(axes)
         block = block[..., number::parts] if self.strided else block
         out[tuple(slice(size) for size in block.shape)] = block
+
+    def place(self, size: int) -> slice:
+        """Our part of their axis of such a size, if it is not strided."""
+        first, count = self.part
+        return slice(first * size // count, (first + self.parts) * size // count)
 
     def order(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Their axes in our order."""

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from jaxtrain.ops.activations import ACTIVATIONS, GATED
 from jaxtrain.ops.attention import IMPLEMENTATIONS
 from jaxtrain.ops.remat import REMAT
-from jaxtrain.ops.rotary import Scaling, scaling_of
+from jaxtrain.ops.rotary import LongScaling, Scaling, scaling_of
 from jaxtrain.ops.routing import ROUTINGS
 
 INIT_STD = 0.02
@@ -315,6 +315,12 @@ class BlockConfig(ExpertFields, AttentionFields, DeltaFields, LayerFields):
             raise ValueError(
                 f"rotary positions turn pairs of features, and "
                 f"{'rope' if self.rope_dim else 'head'}_dim={self.rotated} is odd; use an even one"
+            )
+        by_pair = isinstance(self.rope_scaling, LongScaling) and len(self.rope_scaling.short)
+        if by_pair and by_pair != self.rotated // 2:
+            raise ValueError(
+                f"rope_scaling has {by_pair} numbers for short rows and rotated pairs of features "
+                f"are {self.rotated // 2}: give as many"
             )
         if self.local_rope_theta is not None and None in (self.rope_theta, self.window):
             raise ValueError(

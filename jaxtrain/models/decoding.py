@@ -27,7 +27,7 @@ from jaxtrain.models.encoder_decoder import DecoderBlock, T5Config, distance_bia
 from jaxtrain.models.llava import LlavaConfig
 from jaxtrain.ops.cached import Rounded, Tiles, chunk_attention, whole_attention
 from jaxtrain.ops.per_device import split_over
-from jaxtrain.ops.rotary import DynamicScaling
+from jaxtrain.ops.rotary import ByRow
 from jaxtrain.sharding.placement import constrain, gather
 
 # The token that begins a T5's target: its token of padding.
@@ -438,23 +438,23 @@ def longest_row(config: Any) -> int | None:
     if config.positions == "learned":
         return config.seq_len
     scaling = config.rope_scaling
-    return scaling.length if isinstance(scaling, DynamicScaling) else None
+    return scaling.length if isinstance(scaling, ByRow) else None
 
 
 def unscaled(config: Any, length: int) -> int:
-    """Returns the fewer of so many positions and those up to which dynamic scaling does nothing."""
+    """Returns the fewer of so many positions and those up to which all rows are scaled alike."""
     scaling = getattr(config, "rope_scaling", None)
-    return min(length, scaling.length) if isinstance(scaling, DynamicScaling) else length
+    return min(length, scaling.length) if isinstance(scaling, ByRow) else length
 
 
 def check_positions(config: Any, length: int) -> None:
     """Raises ValueError for rows of so many positions, read into a cache or padded to the longest
-    beside them, whose angles dynamic scaling would change."""
+    beside them, which would change their angles."""
     if (most := unscaled(config, length)) < length:
         raise ValueError(
-            f"the length of a row is {length}: dynamic scaling (rope_type dynamic) has another "
-            f"base at each length beyond {most}, which padding would change and keys in a cache do "
-            f"not follow; ask for at most {most} positions, or use a model of rope_type yarn"
+            f"the length of a row is {length}: rope_type dynamic and longrope have other "
+            f"frequencies in a row beyond {most}, which padding would change and keys in a cache "
+            f"do not follow; ask for at most {most} positions, or use a model of rope_type yarn"
         )
 
 

@@ -132,12 +132,40 @@ class DynamicScaling(NamedTuple):
         return frequencies / slower
 
 
-Scaling = Llama3Scaling | LinearScaling | YarnScaling | DynamicScaling
+class LongScaling(NamedTuple):
+    """Rotary positions of which each frequency has its own divisor (LongRoPE, Ding et al. 2024,
+    https://arxiv.org/abs/2402.13753; ``rope_type: longrope``), another one in long rows.
+
+    Args:
+      short, long: K/2 divisors each, in rows of at most ``length`` positions and of more, the
+        padding of a row and all documents that are packed into it counted.
+      length: positions that the model had been trained on before.
+      magnitude: multiplies cosines and sines in both, so that it is squared in scores.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    length: int
+    magnitude: float
+
+    def scaled_in(self, row: Any, frequencies: jax.Array) -> jax.Array:
+        """Returns the frequencies in a row of ``row`` positions.
+
+        >>> LongScaling((1.0, 2.0), (4.0, 8.0), 64, 1.2).scaled_in(65, jnp.array([1.0, 0.1]))
+        Array([0.25  , 0.0125], dtype=float32)
+        """
+        short, long = (jnp.asarray(x, frequencies.dtype) for x in (self.short, self.long))
+        return frequencies / jnp.where(jnp.asarray(row) > self.length, long, short)
+
+
+# Those by which the length of a row decides: nothing but whole rows up to their length is decoded.
+ByRow = DynamicScaling | LongScaling
+Scaling = Llama3Scaling | LinearScaling | YarnScaling | ByRow
 
 
 def scaling_of(values: Any) -> Scaling:
     """Makes a scaling of its numbers, such as those of a file: one is linear, two are dynamic, four
-    are Llama 3's, and six or seven YaRN's.
+    are Llama 3's, two lists and two numbers LongRoPE's, and six or seven YaRN's.
 
     Raises:
       ValueError: they are others.
@@ -145,6 +173,12 @@ def scaling_of(values: Any) -> Scaling:
     >>> scaling_of([8.0])
     LinearScaling(factor=8.0)
     """
+    if (
+        isinstance(values, list | tuple)
+        and len(values) == 4
+        and not isinstance(values[0], int | float)
+    ):
+        return _long_scaling(*values)
     numbers = isinstance(values, list | tuple) and all(type(x) in (int, float) for x in values)
     if numbers and len(values) == 1 and values[0] > 0:
         return LinearScaling(*values)
@@ -155,10 +189,24 @@ def scaling_of(values: Any) -> Scaling:
     if not numbers or len(values) != 4 or min(values) <= 0 or values[1] >= values[2]:
         raise ValueError(
             f"rope_scaling={values!r} must be one positive number (factor), two (factor, length), "
-            "the length whole, four (factor, low, high, length), low below high, or six or seven "
-            "(factor, length, magnitude, fast, slow, whole, all_dim), slow below fast"
+            "the length whole, four (factor, low, high, length), low below high, six or seven "
+            "(factor, length, magnitude, fast, slow, whole, all_dim), slow below fast, or two "
+            "lists and two numbers (short, long, length, magnitude)"
         )
     return Llama3Scaling(*values)
+
+
+def _long_scaling(short: Any, long: Any, length: Any, magnitude: Any) -> LongScaling:
+    numbers = [length, magnitude]
+    for factors in (short, long):
+        numbers += factors if isinstance(factors, list | tuple) and factors else [None]
+    fits = all(type(x) in (int, float) and 0 < x < math.inf for x in numbers)
+    if not fits or type(length) is not int or len(short) != len(long):
+        raise ValueError(
+            f"rope_scaling={(short, long, length, magnitude)!r} must be two lists of as many "
+            "positive numbers (short, long), a whole number (length) and a number (magnitude)"
+        )
+    return LongScaling(tuple(short), tuple(long), length, magnitude)
 
 
 def rotary_frequencies(
@@ -171,10 +219,10 @@ def rotary_frequencies(
       head_dim: K, even.
       theta: base of the frequencies.
       scaling: changes them.
-      row: T, the positions of the row, by which dynamic scaling does.
+      row: T, the positions of the row, by which some scalings do.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=float) / head_dim)
-    if isinstance(scaling, DynamicScaling):
+    if isinstance(scaling, ByRow):
         return scaling.scaled_in(row, frequencies)
     return frequencies if scaling is None else scaling.scaled(frequencies, theta)
 

@@ -37,6 +37,12 @@ YARN |= dict(original_max_position_embeddings=32)
 
 DYNAMIC = dict(rope_type="dynamic", rope_theta=1e3, factor=4.0)
 
+PHI3 = SIZES | dict(pad_token_id=0)
+LONG = dict(rope_type="longrope", rope_theta=1e3, original_max_position_embeddings=16)
+LONG |= dict(
+    short_factor=[1.0, 1.1, 1.3, 2.0, 2.5, 3.0], long_factor=[1.0, 2.0, 4.0, 5.0, 7.0, 9.0]
+)
+
 GEMMA = SIZES | dict(num_hidden_layers=3, head_dim=12, query_pre_attn_scalar=10)
 GEMMA2 = GEMMA | dict(sliding_window=5, final_logit_softcapping=3.0, attn_logit_softcapping=2.0)
 ROPES = {
@@ -143,6 +149,23 @@ MODELS = {
     "llama, yarn, no whole pairs": (
         "llama",
         SIZES | dict(rope_parameters=YARN | dict(attention_factor=1.5, truncate=False)),
+    ),
+    "phi3": (
+        "phi3",
+        PHI3
+        | dict(partial_rotary_factor=0.75, sliding_window=9, num_attention_heads=2)
+        | dict(num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=LONG),
+    ),
+    "phi3, short rows": (
+        "phi3",
+        PHI3
+        | dict(rope_parameters=LONG | dict(original_max_position_embeddings=32))
+        | dict(partial_rotary_factor=0.75, num_attention_heads=2),
+    ),
+    "phi3, nothing scaled": ("phi3", PHI3 | dict(num_key_value_heads=4)),
+    "llama, longrope": (
+        "llama",
+        SIZES | dict(rope_parameters=LONG | dict(attention_factor=1.25), head_dim=12),
     ),
     "llama, dynamic": (
         "llama",

@@ -105,7 +105,9 @@ def test_what_is_no_lora_of_ours_is_refused(tmp_path):
 TARGETS = {
     "gpt2": ["c_attn", "mlp.c_proj"],
     "llama": ["q_proj", "v_proj", "down_proj"],
+    "phi3": ["qkv_proj", "down_proj"],
 }
+NAMES = ["gpt2", "llama", pytest.param("phi3", marks=pytest.mark.slow)]
 OPTIONS = [{}, {"use_rslora": True}, {"rank_pattern": {"X": 2}, "alpha_pattern": {"X": 32}}]
 OPTIONS += [{"use_dora": True}]
 
@@ -114,7 +116,7 @@ def logits(params, config):
     return np.asarray(decoder.logits(config, params, TOKENS))
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_their_adapters_have_their_logits_here(name, options, tmp_path):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
@@ -152,7 +154,7 @@ def test_their_adapters_have_their_logits_here(name, options, tmp_path):
     assert np.abs(expected - logits(plain, config)).max() > 0.1
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("change", CHANGES, ids=["all", "some", "dora"])
 def test_our_adapters_have_our_logits_there(name, change, tmp_path):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")

@@ -72,6 +72,19 @@ PUBLISHED = {
         "pooler_size_per_head": 128, "pooler_type": "first_token_transform",
         "position_embedding_type": "absolute", "transformers_version": "4.6.0.dev0",
         "type_vocab_size": 2, "use_cache": true, "vocab_size": 119547}""",
+    "Phi-4-mini": """{
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 199999,
+        "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu",
+        "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 8192,
+        "interpolate_factor": 1, "lm_head_bias": false, "max_position_embeddings": 131072,
+        "mlp_bias": false, "model_type": "phi3", "num_attention_heads": 24,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "pad_token_id": 199999,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": {"long_factor": [LONG],
+        "short_factor": [SHORT], "type": "longrope"}, "rope_theta": 10000.0,
+        "sliding_window": 262144, "tie_word_embeddings": true, "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0", "use_cache": true, "vocab_size": 200064}""",
     "roberta-base": """{
         "architectures": ["RobertaForMaskedLM"], "attention_probs_dropout_prob": 0.1,
         "bos_token_id": 0, "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
@@ -80,6 +93,9 @@ PUBLISHED = {
         "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1,
         "type_vocab_size": 1, "vocab_size": 50265}""",
 }
+for name, number in (("LONG", 2.5), ("SHORT", 1)):  # one for each of the 48 pairs
+    numbers = ", ".join([str(number)] * 48)
+    PUBLISHED["Phi-4-mini"] = PUBLISHED["Phi-4-mini"].replace(f"[{name}]", f"[{numbers}]")
 
 
 @pytest.mark.parametrize(
@@ -90,6 +106,7 @@ PUBLISHED = {
         ("Qwen2.5-0.5B", (24, 896, 14, 2, 32768)),
         ("SmolLM2-135M", (30, 576, 9, 3, 8192)),
         ("llama-7b", (32, 4096, 32, 32, 2048)),
+        ("Phi-4-mini", (32, 3072, 24, 8, 131072)),
         ("bert-base-multilingual-cased", (12, 768, 12, 12, 512)),
         ("roberta-base", (12, 768, 12, 12, 512)),
     ],
@@ -266,6 +283,33 @@ def test_dynamic_positions_of_layers_without_a_window_come_back():
     config = family_of(theirs).config(theirs)
     assert config.rope_scaling == DynamicScaling(4.0, 64)
     assert family_of(theirs).config(family_of(theirs).config_json(config)) == config
+
+
+def test_longrope_is_that_of_transformers_at_every_length():
+    library, theirs = models.transformers(), json.loads(PUBLISHED["Phi-4-mini"])
+    config = family_of(theirs).config(dict(theirs))
+    longrope = library.modeling_rope_utils.ROPE_INIT_FUNCTIONS["longrope"]
+    for row in (7, 4096, 4097, 9000):
+        expected, magnitude = longrope(library.Phi3Config(**theirs), seq_len=row)
+        assert magnitude == pytest.approx(config.rope_scaling.magnitude)
+        found = rotary_frequencies(96, theta=1e4, scaling=config.rope_scaling, row=row)
+        np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"short_factor": [1.0]}, "must be two lists of as many positive numbers"),
+        ({"short_factor": [1.0], "long_factor": [2.0]}, "has 1 numbers for short rows .* 48"),
+        ({"long_factor": [0.0] * 48}, "must be two lists of as many positive numbers"),
+        ({"long_factor": None}, "must be two lists of as many positive numbers"),
+    ],
+)
+def test_longrope_of_other_numbers_is_refused(change, message):
+    theirs = json.loads(PUBLISHED["Phi-4-mini"])
+    theirs["rope_scaling"] |= change
+    with pytest.raises(ValueError, match=message):
+        family_of(theirs).config(theirs)
 
 
 def test_of_two_names_of_a_rope_type_the_newer_counts():

@@ -10,7 +10,7 @@ import pytest
 from jaxtrain.flops import count_flops
 from jaxtrain.models import decoder
 from jaxtrain.ops import tiled
-from jaxtrain.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling
+from jaxtrain.ops.rotary import DynamicScaling, LinearScaling, Llama3Scaling, LongScaling
 from tests import problems
 from tests.compare import noisy
 
@@ -52,6 +52,7 @@ GEMMA = dataclasses.replace(
 )
 # Rows have twice the length beyond which their positions are scaled: a device's part has it.
 DYNAMIC = dataclasses.replace(MODEL, window=None, rope_scaling=DynamicScaling(4.0, 8))
+LONG = dataclasses.replace(DYNAMIC, rope_scaling=LongScaling((1.0,) * 6, (2.0,) * 6, 8, 1.2))
 
 
 def init(model, rng):
@@ -82,11 +83,12 @@ def batch():
         ("gemma", 8, "context=2,fsdp=2,tensor=2"),
         ("dynamic", 16, "context=2,fsdp=2,tensor=2"),
         ("dynamic", 16, "pipe=2,context=2,data=2"),
+        ("longrope", 16, "context=2,fsdp=2,tensor=2"),
     ],
 )
 def test_every_mesh_agrees_with_one_device(model, block, layout, monkeypatch):
     monkeypatch.setattr(tiled, "_block", lambda T: block)
-    models = {"gemma": GEMMA, "qwen": MODEL, "dynamic": DYNAMIC}
+    models = {"gemma": GEMMA, "qwen": MODEL, "dynamic": DYNAMIC, "longrope": LONG}
     noisy.parity(decoder, models[model], batch(), layout)
 
 

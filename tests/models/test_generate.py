@@ -24,7 +24,7 @@ from jaxtrain.models.generate import (
     prompts,
 )
 from jaxtrain.models.sampling import penalise, truncate
-from jaxtrain.ops.rotary import DynamicScaling, YarnScaling
+from jaxtrain.ops.rotary import DynamicScaling, LongScaling, YarnScaling
 from jaxtrain.tree import map_named
 
 SIZES = dict(vocab_size=13, seq_len=12, layers=2, width=16, heads=4)
@@ -272,8 +272,12 @@ def test_rotary_positions_may_exceed_the_training_length():
         step(Weights(params_of("gpt2")), batch)
 
 
-def test_dynamic_positions_are_generated_within_their_length_alone():
-    config = dataclasses.replace(FORMS["llama"], rope_scaling=DynamicScaling(4.0, 8))
+LONG = LongScaling((1.0,) * 3, (2.0, 3.0, 9.0), 8, 1.0)
+
+
+@pytest.mark.parametrize("scaling", [DynamicScaling(4.0, 8), LONG], ids=["dynamic", "longrope"])
+def test_positions_scaled_by_the_row_are_generated_within_their_length_alone(scaling):
+    config = dataclasses.replace(FORMS["llama"], rope_scaling=scaling)
     padded = np.pad(PROMPTS, ((0, 0), (0, 8)))  # to more than the rows' length
     given = {"prompt_lengths": LENGTHS, "temperature": 0.0}
     rows = [list(row[:n]) for row, n in zip(PROMPTS, LENGTHS, strict=True)]
