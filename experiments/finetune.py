@@ -118,6 +118,11 @@ def defaults(config: Config, typed: set[str]) -> tuple[types.ModuleType, Any]:
       ValueError: the model cannot learn such data.
     """
     model, form = model_of(config.init_from)
+    if form not in LEARNS:
+        raise ValueError(
+            f"the model in '{config.init_from}' is of the form {form}, which is not tuned here: "
+            f"give one of the form {' or '.join(LEARNS)}"
+        )
     kind = kind_of(config, form)
     if kind not in LEARNS[form]:
         able = [other for other, kinds in LEARNS.items() if kind in kinds]

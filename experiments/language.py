@@ -56,7 +56,7 @@ MAY_CHANGE = {
 }
 # Which experiment trains models of which form.
 TRAINED_BY = {"decoder": "gpt", "encoder": "bert", "encoder-decoder": "t5", "vit": "vision"}
-TRAINED_BY |= {"clip": "clip", "llava": "caption"}
+TRAINED_BY |= {"clip": "clip", "llava": "caption", "convnet": "vision"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from jaxtrain import data, optim
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host import extras
 from jaxtrain.layout import Effect
-from jaxtrain.models import convnet, layers, vit
+from jaxtrain.models import convnet, vit
 from jaxtrain.run import options
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
@@ -172,8 +172,7 @@ def convnet_fields(config: Config, images: data.LabelledImages, **sizes: Any) ->
     model = convnet.ConvNetConfig(image=images.shape, classes=len(images.classes), **sizes)
 
     def logits(state: TrainState, batch: Mapping[str, Any]) -> jax.Array:
-        net = layers.apply(convnet.ConvNet, model, state.params, state.model_state or {})
-        return net(batch["image"], None)
+        return convnet.logits(model, state.params, batch, state.model_state)
 
     init_fn, loss = functools.partial(convnet.init, model), convnet.loss_fn(model)
     made = {"init_fn": init_fn, "loss_fn": loss, "has_model_state": True}
@@ -181,7 +180,9 @@ def convnet_fields(config: Config, images: data.LabelledImages, **sizes: Any) ->
         made["init_fn"] = lambda rng: init_fn(rng)[0]
         made["loss_fn"] = jt.row_wise(lambda params, batch, rng: loss(params, {}, batch, rng)[0])
         made["has_model_state"] = False
-    return made | {"pictures": functools.partial(confusion, images, logits)}
+    stored = {"model": dataclasses.asdict(model), "form": "convnet"}
+    stored |= {"special_tokens": label_fields(images.classes)}
+    return made | {"config": stored, "pictures": functools.partial(confusion, images, logits)}
 
 
 def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:

@@ -277,6 +277,9 @@ MADE = {
             ("targets", "t5", "rows", "rows.jsonl"),
         )
     },
+    r"runs/images": [
+        "python -m experiments.vision --data FOLDER --channels 4 --steps 2 --run-dir runs/images"
+    ],
     r"(--init-from|--model) VIT": [
         "python -m experiments.vision --model vit --data FOLDER --image-size 8 --steps 2 "
         "--optimizer.name adamw "

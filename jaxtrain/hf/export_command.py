@@ -28,8 +28,7 @@ class ExportOptions:
     without this package (stablehlo), llama.cpp (gguf), or onnxruntime (onnx)."""
 
     run: str | None = None
-    """Folder of a run of experiments.gpt, bert or t5, of experiments.vision --model vit, or of
-    experiments.clip or caption."""
+    """Folder of a run of experiments.gpt, bert, t5, vision, clip or caption."""
     model: str | None = None
     """In place of a run, a Hugging Face folder, or a name on its hub, ORG/NAME[@REVISION]."""
     out: str
@@ -38,7 +37,7 @@ class ExportOptions:
     """safetensors: what from_pretrained of transformers opens. stablehlo: the forward pass as a
     program that jax.export opens, for any number and length of rows, and the weights. gguf: one
     file of a GPT-2, Llama, Mistral, Qwen or Gemma, with its tokenizer. onnx: the forward pass as
-    PyTorch exports that of transformers."""
+    PyTorch exports that of transformers, or a ConvNet's."""
     step: int | None = None
     """Which checkpoint; by default the best one."""
     family: str | None = None

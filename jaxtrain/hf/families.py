@@ -60,6 +60,7 @@ def family_for(config: ModelConfig, name: str | None = None) -> Family:
             reasons.append(str(error))
         else:
             return family
+    reasons = reasons or [f"none has a {type(config).__name__}"]
     raise ValueError(
         f"no Hugging Face family has this model: {'; '.join(reasons)}; export it with --format "
         "stablehlo, which has every model"

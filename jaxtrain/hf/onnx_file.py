@@ -1,29 +1,42 @@
-"""A model as an ONNX file, which onnxruntime and others run: PyTorch's export of transformers'.
+"""A model as an ONNX file, which onnxruntime and others run: PyTorch's export of transformers',
+and of a ConvNet made of PyTorch's own layers.
 
 jax2onnx would convert without either, but needs another version of Orbax than this package.
 """
 
+import itertools
 import logging
+import math
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.hf import weights
+from jaxtrain.hf.families import family_for
 from jaxtrain.hf.family import ModelConfig
 from jaxtrain.host import extras
 from jaxtrain.host.paths import read_json
+from jaxtrain.models.convnet import EPSILON, GROUPS, ConvNetConfig
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.rotary import ByRow
-from jaxtrain.tree import PyTree
+from jaxtrain.tree import PyTree, named_leaves
 
 FILE = "model.onnx"
 
 
 def save(
-    folder: str | Path, config: ModelConfig, params: PyTree, *, files: Any = None, **options: Any
+    folder: str | Path,
+    config: ModelConfig | ConvNetConfig,
+    params: PyTree,
+    *,
+    files: Any = None,
+    **options: Any,
 ) -> list[str]:
     """Writes a folder with a file ``model.onnx``, for any number of rows of any length, and returns
     the names of its inputs, which are those of transformers. Its output is ``logits``, or the
@@ -57,7 +70,7 @@ def save(
     weights.check_new(folder)
     tokens = torch.ones(2, 3, dtype=torch.long)
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    if isinstance(config, ViTConfig):
+    if isinstance(config, ViTConfig | ConvNetConfig):
         height, width, channels = config.image
         given = {"pixel_values": torch.zeros(2, channels, height, width)}
     elif isinstance(config, T5Config):
@@ -70,30 +83,36 @@ def save(
     headless = getattr(config, "head", "") == "none"
     cached = not isinstance(config, ViTConfig | EncoderConfig)
 
-    class Model(torch.nn.Module):
+    class Whole(torch.nn.Module):
         def __init__(self, inner: Any) -> None:
             super().__init__()
             self.inner = inner
 
         def forward(self, *values: Any) -> Any:
+            if isinstance(config, ConvNetConfig):
+                return self.inner(*values)
             more = {"use_cache": False} if cached else {}
             found = self.inner(**dict(zip(given, values, strict=True)), **more)
             return found.last_hidden_state if headless else found.logits
 
     with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        own = Path(parent) / "model"
-        weights.save(own, config, params, **options)
-        kind = getattr(library, read_json(own / "config.json")["architectures"][0])
-        # Its own attention: others know no soft cap.
-        model = kind.from_pretrained(own, attn_implementation="eager", dtype="auto").eval()
+        if isinstance(config, ConvNetConfig):
+            model = _convnet(torch, config, params, options)
+        else:
+            own = Path(parent) / "model"
+            weights.save(own, config, params, **options)
+            kind = getattr(library, read_json(own / "config.json")["architectures"][0])
+            # Its own attention: others know no soft cap.
+            model = kind.from_pretrained(own, attn_implementation="eager", dtype="auto").eval()
+        dtype = next(model.parameters()).dtype
         quiet = logging.getLogger("torch.onnx")
         level = quiet.level
         quiet.setLevel(logging.ERROR)
         try:
             program = torch.onnx.export(
-                Model(model),
-                tuple(x.to(model.dtype) if x.is_floating_point() else x for x in given.values()),
+                Whole(model),
+                tuple(x.to(dtype) if x.is_floating_point() else x for x in given.values()),
                 input_names=list(given),
                 output_names=["states" if headless else "logits"],
                 dynamic_shapes=(tuple(sizes[name] for name in given),),
@@ -107,3 +126,45 @@ def save(
     for name, text in (files or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
     return list(given)
+
+
+def _convnet(torch: Any, config: ConvNetConfig, params: PyTree, options: Mapping[str, Any]) -> Any:
+    """The model in evaluation, of PyTorch's layers, whose images have channels first."""
+    if options.get("family") is not None:
+        family_for(config, options["family"])  # which none is
+    nn, layers = torch.nn, []
+    leaves = {name: np.asarray(x, np.float32) for name, x in named_leaves(params).items()}
+    shrink = 2 ** (len(config.channels) - 1)
+    height, width, channels = config.image
+    # Features lie by height, width and channel; there channels are first.
+    shape = height // shrink, width // shrink, config.channels[-1], config.hidden
+    kernel_FD = leaves["dense/kernel"]
+    kernel_FD = kernel_FD.reshape(shape).transpose(2, 0, 1, 3).reshape(kernel_FD.shape)
+    leaves["dense/kernel"] = kernel_FD
+    for name in [name for name in leaves if name.endswith("kernel")]:
+        # [..., in, out], and height and width in front, to PyTorch's [out, in, ...].
+        leaves[name] = np.moveaxis(leaves[name], (-1, -2), (0, 1))
+
+    def add(layer: Any, path: str, **names: str) -> None:
+        own = {theirs: torch.tensor(leaves[f"{path}/{ours}"]) for theirs, ours in names.items()}
+        layer.load_state_dict(layer.state_dict() | own)
+        layers.append(layer)
+
+    names = {"weight": "scale", "bias": "bias"}
+    for i, (before, after) in enumerate(itertools.pairwise((channels, *config.channels))):
+        layers += [nn.MaxPool2d(2)] if i else []
+        convolution = nn.Conv2d(before, after, 3, padding=1, bias=False)
+        add(convolution, f"convolutions/{i}", weight="kernel")
+        if config.norm == "batch":
+            norm = nn.BatchNorm2d(after, EPSILON["batch"])
+            names |= {"running_mean": "mean", "running_var": "var"}
+        else:
+            norm = nn.GroupNorm(math.gcd(after, GROUPS), after, EPSILON["group"])
+        add(norm, f"norms/{i}", **names)
+        layers.append(nn.ReLU())
+    layers.append(nn.Flatten())
+    add(nn.Linear(*kernel_FD.shape), "dense", weight="kernel", bias="bias")
+    layers.append(nn.ReLU())
+    add(nn.Linear(config.hidden, config.classes), "out", weight="kernel", bias="bias")
+    dtype = np.dtype(options.get("dtype") or params["out"]["kernel"].dtype)
+    return nn.Sequential(*layers).eval().to(getattr(torch, dtype.name))

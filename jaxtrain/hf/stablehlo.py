@@ -17,7 +17,8 @@ from jaxtrain.hf import safetensors
 from jaxtrain.hf.family import ModelConfig
 from jaxtrain.hf.weights import SHARD_BYTES, cast, check_new
 from jaxtrain.host import extras
-from jaxtrain.models import decoder, encoder, encoder_decoder, vit
+from jaxtrain.models import convnet, decoder, encoder, encoder_decoder, vit
+from jaxtrain.models.convnet import ConvNetConfig
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
@@ -28,7 +29,7 @@ PROGRAM = "model.stablehlo"
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
-def program(config: ModelConfig, params: PyTree) -> export.Exported:
+def program(config: ModelConfig | ConvNetConfig, params: PyTree) -> export.Exported:
     """Returns ``call(weights, inputs)`` of a model, for any number of rows of any length: float32
     logits, the scores of a reward model, or the hidden states of a model without a head.
 
@@ -42,7 +43,9 @@ def program(config: ModelConfig, params: PyTree) -> export.Exported:
     >>> found.out_avals
     (ShapedArray(float32[b,t,5]),)
     """
-    forward, inputs = _forward(dataclasses.replace(config, attention="xla"))
+    if hasattr(config, "attention"):
+        config = dataclasses.replace(config, attention="xla")
+    forward, inputs = _forward(config)
     # What has learned positions has no more of them.
     most = getattr(config, "seq_len", 0) if getattr(config, "positions", "") == "learned" else 0
     limits = [f"t <= {most}"] if most else []
@@ -59,7 +62,9 @@ def program(config: ModelConfig, params: PyTree) -> export.Exported:
     return export.export(jax.jit(call), platforms=PLATFORMS)(shapes, batch)
 
 
-def _forward(config: ModelConfig) -> tuple[Callable[[Any, Any], jax.Array], dict[str, Any]]:
+def _forward(
+    config: ModelConfig | ConvNetConfig,
+) -> tuple[Callable[[Any, Any], jax.Array], dict[str, Any]]:
     """A model's forward pass, and the shape and dtype of each of its inputs."""
     rows = ("b", "t"), jnp.int32
     if isinstance(config, DecoderConfig):
@@ -79,14 +84,15 @@ def _forward(config: ModelConfig) -> tuple[Callable[[Any, Any], jax.Array], dict
         module, inputs = encoder, {"tokens": rows, "segments": rows}
         inputs |= {"types": rows} if (config.token_types or 1) > 1 else {}
     else:
-        module, inputs = vit, {"image": (("b", *config.image), jnp.float32)}
-    of = module.encode if config.head == "none" else module.logits
+        module = convnet if isinstance(config, ConvNetConfig) else vit
+        inputs = {"image": (("b", *config.image), jnp.float32)}
+    of = module.encode if getattr(config, "head", "") == "none" else module.logits
     return lambda params, batch: of(config, params, batch), inputs
 
 
 def save(
     folder: str | Path,
-    config: ModelConfig,
+    config: ModelConfig | ConvNetConfig,
     params: PyTree,
     *,
     dtype: Any = None,

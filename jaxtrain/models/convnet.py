@@ -2,7 +2,8 @@
 
 It is here for what a GPT does not have: state that is updated outside of gradients. Parameters and
 running statistics are two plain nested dicts; ``init`` makes both and ``loss_fn`` returns the
-second anew, which is what ``has_model_state=True`` asks of the step builders.
+second anew, which is what ``has_model_state=True`` asks of the step builders. A model that no
+longer trains has both in one dict, its ``variables``.
 
 Shapes: N images, H height, W width, C channels, K classes.
 """
@@ -20,9 +21,16 @@ from flax import nnx
 from jaxtrain.loss import WeightedLoss
 from jaxtrain.models import layers, parts
 from jaxtrain.ops.numerics import drop
+from jaxtrain.sharding.rules import OptionalRules
+from jaxtrain.sharding.stack import Stack
 
 Params = Mapping[str, Any]
+Batch = Mapping[str, jax.Array]
 GROUPS = 8
+# What is added to the variance, by norm.
+EPSILON = {"batch": 1e-5, "group": 1e-6}
+# Parameters are split by the automatic rule, and none is stacked by layer.
+RULES, STACK = OptionalRules(), Stack()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +60,8 @@ class ConvNetConfig:
     momentum: float = 0.9
 
     def __post_init__(self):
+        for name in ("image", "channels"):  # lists in a checkpoint's JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.channels or min(self.channels) < 1:
             raise ValueError(f"channels={self.channels} must be numbers from 1, at least one")
         if not 0.0 <= self.dropout < 1.0:  # nor NaN
@@ -75,10 +85,11 @@ class ConvNet(nnx.Module):
             self.convolutions[str(i)] = nnx.Conv(a, b, (3, 3), use_bias=False, rngs=rngs)
         for i, features in enumerate(config.channels):
             # Statistics in float32 whatever the image is computed in.
+            own = {"epsilon": EPSILON[config.norm], "rngs": rngs}
             if config.norm == "batch":
-                norm = nnx.BatchNorm(features, momentum=config.momentum, rngs=rngs)
+                norm = nnx.BatchNorm(features, momentum=config.momentum, **own)
             else:
-                norm = nnx.GroupNorm(features, math.gcd(features, GROUPS), rngs=rngs)
+                norm = nnx.GroupNorm(features, math.gcd(features, GROUPS), **own)
             self.norms[str(i)] = norm
         shrink = 2 ** (len(config.channels) - 1)
         flat = config.channels[-1] * (config.image[0] // shrink) * (config.image[1] // shrink)
@@ -114,6 +125,29 @@ def init(config: ConvNetConfig, rng: jax.Array) -> tuple[dict[str, Any], dict[st
     return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
 
 
+def variables(config: ConvNetConfig, rng: jax.Array) -> dict[str, Any]:
+    """Draws parameters and makes fresh running statistics, in one nested dict.
+
+    >>> sorted(variables(ConvNetConfig(), jax.random.key(0))["norms"]["0"])
+    ['bias', 'mean', 'scale', 'var']
+    """
+    return layers.pure(ConvNet, config, rng)
+
+
+def logits(
+    config: ConvNetConfig, variables: Params, batch: Batch, state: Params | None = None
+) -> jax.Array:
+    """Returns float32 logits of classes [N, K] of a batch's ``image``, by the running statistics.
+
+    Args:
+      config: the model.
+      variables: parameters and running statistics, or parameters alone.
+      batch: has ``image`` [N, H, W, C] in 0..1.
+      state: the running statistics, where ``variables`` lacks them.
+    """
+    return _run(config, variables, state or {}, batch, None)[0]
+
+
 def loss_fn(config: ConvNetConfig) -> Callable[..., tuple[WeightedLoss, dict[str, Any]]]:
     """Returns ``loss(params, model_state, batch, rng)``: summed cross-entropy and new statistics.
 
@@ -122,12 +156,19 @@ def loss_fn(config: ConvNetConfig) -> Callable[..., tuple[WeightedLoss, dict[str
     ``accuracy``.
     """
 
-    def loss(params: Params, model_state: Params, batch: Mapping[str, jax.Array], rng):
-        model = layers.apply(ConvNet, config, params, model_state)
-        dtype = params["convolutions"]["0"]["kernel"].dtype
-        logits_NK = model(batch["image"].astype(dtype), rng).astype(jnp.float32)
+    def loss(params: Params, model_state: Params, batch: Batch, rng):
+        logits_NK, model = _run(config, params, model_state, batch, rng)
         new = nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
         new = jax.tree.map(lambda new, old: new.astype(old.dtype), new, dict(model_state))
         return layers.class_loss(logits_NK, batch), new
 
     return loss
+
+
+def _run(
+    config: ConvNetConfig, params: Params, state: Params, batch: Batch, rng: jax.Array | None
+) -> tuple[jax.Array, ConvNet]:
+    """The logits of a batch, and the model with the statistics that it then has."""
+    model = layers.apply(ConvNet, config, params, state)
+    dtype = params["convolutions"]["0"]["kernel"].dtype
+    return model(batch["image"].astype(dtype), rng).astype(jnp.float32), model

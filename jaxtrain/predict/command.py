@@ -23,7 +23,7 @@ class PredictOptions(ModelOptions):
     data: str
     """Rows (JSONL, CSV, TSV, Parquet) with the fields that training reads: text and perhaps
     text_pair; tokens; question and context; source; or image, a path from the folder of the file.
-    Or an .npz of images."""
+    Or an .npz of images, or a folder of image files."""
     out: str | None = None
     """File to write; left out, standard output."""
     field: str = "text"
@@ -51,7 +51,7 @@ def run_predict(options: PredictOptions, rest: list[str]) -> int:
         if out == absolute(options.data):
             raise ValueError(f"--out is '{out}', the file of the rows: give another")
         make_folder(out.parent)
-    opened, mesh = options.open("encoder", "encoder-decoder", "vit")
+    opened, mesh = options.open("encoder", "encoder-decoder", "vit", "convnet")
     names = {field.name for field in dataclasses.fields(Model)} - {"mesh"}
     given = {name: value for name, value in vars(options).items() if name in names}
     model = Model(opened, mesh, **given)

@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 
 from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
-from jaxtrain.data.sources import rows_in
+from jaxtrain.data.images import SUFFIXES
+from jaxtrain.data.sources import find_files, rows_in
 from jaxtrain.hf.opening import Opened, ends_of, fields_of, form_of
-from jaxtrain.host.paths import as_path, exists
-from jaxtrain.models import encoder, vit
+from jaxtrain.host.paths import as_path, exists, is_folder
 from jaxtrain.models.decoding import check_positions, unscaled
 from jaxtrain.models.generate import beam_search, by_length, generate, padded_length, whole_rows
 from jaxtrain.run import trained
@@ -81,7 +81,7 @@ class Model:
     @functools.cached_property
     def run(self) -> Callable:
         """The compiled ``(params, batch) -> logits``."""
-        module = vit if isinstance(self.opened.model, vit.ViTConfig) else encoder
+        _, module = trained.FORMS[form_of(self.opened.model)]
         return jax.jit(functools.partial(module.logits, self.opened.model))
 
 
@@ -112,7 +112,7 @@ def head_of(model: Model) -> Head:
         "tags": Head(("tokens",), "tags", tag),
         "spans": Head(("question", "context"), "answers", answer, of_answers),
         "encoder-decoder": Head(("source",), "target", write, ("seq_len", "max_tokens", "beams")),
-        "vit": Head(("image",), "label", classify_images, ()),
+        **dict.fromkeys(("vit", "convnet"), Head(("image",), "label", classify_images, ())),
     }
     if kind not in known:
         raise ValueError(
@@ -125,13 +125,22 @@ def head_of(model: Model) -> Head:
 def predictions(model: Model, path: str) -> Iterator[dict[str, Any]]:
     """Yields what a model predicts of each row of a file; some of the rows are in memory."""
     head = head_of(model)
-    records = records_of(path, head.fields)
+    records, folder = records_of(path, head.fields), as_path(path)
+    named = "image" in head.fields and is_folder(folder)
     while part := list(itertools.islice(records, RECORDS)):
-        yield from head.predict(model, part)
+        for row, found in zip(part, head.predict(model, part), strict=True):
+            yield ({"image": row["image"].relative_to(folder).as_posix()} if named else {}) | found
 
 
 def records_of(path: str, fields: Sequence[str]) -> Iterator[Record]:
-    """Yields the records of a file, which have some fields; each image of an .npz is one."""
+    """Yields the records of a file, which have some fields; each image of an .npz is one, and each
+    below a folder, whose class is the folder that it is in."""
+    if "image" in fields and is_folder(folder := as_path(path)):
+        if not (names := find_files(folder, SUFFIXES)):
+            raise ValueError(f"'{path}' holds no images: give a folder of some, or a file of rows")
+        for name in names:
+            yield {"image": folder / name, "label": name.rpartition("/")[0].partition("/")[0]}
+        return
     if path.endswith(".npz") and "image" in fields:
         images, labels_N = data.read_images(path)
         if "label" in fields and labels_N is None:

@@ -17,7 +17,7 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.host import storage
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.methods.population import BEST
-from jaxtrain.models import clip, decoder, encoder, encoder_decoder, llava, vit
+from jaxtrain.models import clip, convnet, decoder, encoder, encoder_decoder, llava, vit
 from jaxtrain.ops.linear import Dora, LowRank, merge
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.folder import CHECKPOINTS, is_half_deleted
@@ -39,19 +39,21 @@ FORMS = {
     "encoder": (encoder.EncoderConfig, encoder),
     "encoder-decoder": (encoder_decoder.T5Config, encoder_decoder),
     "vit": (vit.ViTConfig, vit),
+    "convnet": (convnet.ConvNetConfig, convnet),
     "clip": (clip.ClipConfig, clip),
     "llava": (llava.LlavaConfig, llava),
 }
 Model = decoder.DecoderConfig | encoder.EncoderConfig | encoder_decoder.T5Config | vit.ViTConfig
-Model |= clip.ClipConfig | llava.LlavaConfig
+Model |= clip.ClipConfig | llava.LlavaConfig | convnet.ConvNetConfig
 
 
 def load(
     run: str, step: int | None = None, *, mesh: Mesh | None = None, member: int | None = None
 ) -> tuple[Model, dict, data.Tokenizer | None]:
     """Reads a run's model, parameters and tokenizer, which a model of images has not. What LoRA has
-    added is merged, and packed kernels are made dense. Raises FileNotFoundError where there is no
-    checkpoint, and ValueError where a parameter does not fit the mesh.
+    added is merged, packed kernels are made dense, and the model state of a ConvNet is among its
+    parameters. Raises FileNotFoundError where there is no checkpoint, and ValueError where a
+    parameter does not fit the mesh.
 
     Args:
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
@@ -70,7 +72,7 @@ def load(
         params = _read(checkpoints, shapes, step, member)
     if stored.keys() & {"low_rank", "quantized", "constrained"}:
         params = jax.jit(merge, out_shardings=places)(params)
-    if module in (vit, clip):  # the texts of the latter's experiment are bytes
+    if module in (vit, convnet, clip):  # the texts of the latter's experiment are bytes
         return model, params, None
     # Never a path from the config: the tokenizer is one of two, and the second is in the run.
     if stored.get("tokenizer") == "bytes":
@@ -153,10 +155,11 @@ def _shapes_of(
     model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
     module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
     change = LoRA.of(stored)
-    stack = clip.STACK if module is clip else module.stages(model).stacked
+    stack = module.STACK if hasattr(module, "STACK") else module.stages(model).stacked
+    init = getattr(module, "variables", module.init)
 
     def make(key: jax.Array) -> dict:
-        params = change.params(module.init(model, key), key, stack)
+        params = change.params(init(model, key), key, stack)
         params = Quantize.of(stored).params(params, key, stack)
         return Constrain.of(stored).params(params, key, stack)
 
@@ -212,6 +215,12 @@ def read_model(stored: Mapping[str, Any], *, where: str) -> Model:
     sizes, form = stored.get("model"), stored.get("form", "decoder")
     if form not in FORMS:
         raise ValueError(f"{where} has a model of the form {form!r}: known are {', '.join(FORMS)}")
+    if sizes is None:
+        raise ValueError(
+            f"{where} has no model: an experiment of your own stores none, and a ConvNet of an "
+            "earlier release stored none; train the ConvNet again, or resume its run, whose next "
+            "checkpoint has one"
+        )
     kind, _ = FORMS[form]
     known = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(sizes, dict) or not sizes.keys() <= known:

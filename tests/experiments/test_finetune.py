@@ -140,6 +140,14 @@ def test_what_does_not_fit_says_what_would(made, form, name, sentence):
         chosen(made, form, name)
 
 
+def test_a_form_that_is_not_tuned_is_refused(made, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text('{"form": "convnet", "model": {"channels": [4]}}')
+    config = finetune.Config(str(tmp_path), f"{made}/texts.jsonl")
+    with pytest.raises(ValueError, match="is of the form convnet, which is not tuned here: give"):
+        finetune.defaults(config, set())
+
+
 def test_what_is_typed_comes_before_the_defaults(made):
     flags = ["--init-from", str(made / "decoder"), "--data", str(made / "chat.jsonl")]
     more = ["--steps", "7", "--optimizer.learning-rate", "0.1", "--no-save-best"]

@@ -1,5 +1,6 @@
 """The vision experiment reaches its accuracy, with momentum and with LARS, also on a mesh."""
 
+import dataclasses
 import json
 import re
 
@@ -11,10 +12,14 @@ from PIL import Image
 from experiments.vision import Config, build, confusion, load
 from jaxtrain import hf
 from jaxtrain.build import make_abstract_state, make_experiment_mesh, make_state, rows_of
-from jaxtrain.models import vit
+from jaxtrain.hf import stablehlo
+from jaxtrain.models import convnet, layers, vit
 from jaxtrain.run import trained
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.loop import RunOptions, fit
 from jaxtrain.run.main import main, parse
+from jaxtrain.tree import named_leaves
+from tests.commands import refused
 from tests.commands import run as command
 
 pytest.importorskip("sklearn")
@@ -28,13 +33,6 @@ def test_97_percent_of_held_out_digits(optimizer, tmp_path, capsys):
     printed = capsys.readouterr().out
     accuracy = float(printed.split("held-out accuracy ")[1].split("%")[0])
     assert accuracy >= 97.0
-
-
-def test_statistics_are_part_of_the_state_and_learned(tmp_path):
-    config = parse(Config, ["--steps", "20", "--mesh.data", "2", "--mesh.fsdp", "4"])
-    state = fit(build(config), RunOptions(run_dir=str(tmp_path / "run"))).state
-    variance = state.model_state["norms"]["0"]["var"]
-    assert float(abs(variance - 1).max()) > 0.1
 
 
 def test_with_group_norm_an_image_knows_nothing_of_others():
@@ -218,3 +216,75 @@ def test_what_a_pretrained_transformer_cannot_have_is_refused(pretrained, flags,
     given += ["--init-from", f"{pretrained}/vit", *flags]
     with pytest.raises(ValueError, match=message):
         build(parse(Config, given))
+
+
+@pytest.fixture(scope="module")
+def convnet_run(tmp_path_factory):
+    """The folder of a run on images in folders of three classes, and its state at the end."""
+    folder, rng = tmp_path_factory.mktemp("convnet"), np.random.default_rng(0)
+    for n in range(48):
+        path = folder / "images" / "abc"[n % 3] / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(60 * (n % 3), 136 + 60 * (n % 3), (8, 8, 3), np.uint8)).save(
+            path
+        )
+    flags = ["--data", f"{folder}/images", "--global-batch", "8", "--channels", "4", "12"]
+    flags += ["--optimizer.schedule", "constant", "--optimizer.warmup-steps", "0"]
+    flags += ["--mesh.data", "2", "--mesh.fsdp", "4"]
+    config = parse(Config, [*flags, "--steps", "8", "--run-dir", str(folder / "run")])
+    state = fit(build(config), config.run).state
+    return folder, config, jax.device_get(state)
+
+
+def test_a_reopened_convnet_predicts_what_its_run_has_evaluated(convnet_run, capsys):
+    folder, config, state = convnet_run
+    run, images = str(folder / "run"), load(config)
+    asked = ["predict", "--run", run, "--data", f"{folder}/images", "--mesh.fsdp", "8"]
+    status, out, err = command(capsys, *asked, "--rows", "9")
+    assert status == 0, err
+    lines = [json.loads(line) for line in out.splitlines()]
+    shares = np.array([[line["probabilities"][name] for name in "abc"] for line in lines])
+    right = np.array(["abc".index(line["image"][0]) for line in lines])
+    assert [line["image"] for line in lines] == sorted(f"{'abc'[n % 3]}/{n}.png" for n in range(48))
+    # The run's own evaluation, of the images that it has held out.
+    held = images.held_out.chosen
+    log = map(json.loads, (folder / "run/log.jsonl").read_text().splitlines())
+    told = [line for line in log if "eval/loss" in line][-1]
+    assert (shares.argmax(1) == right)[held].mean() == pytest.approx(told["eval/accuracy"])
+    losses = -np.log(shares[np.arange(48), right])
+    assert losses[held].mean() == pytest.approx(told["eval/loss"], rel=1e-6)
+    # Its logits, by the statistics that it has come to, and not by those that it began with.
+    model, variables, _ = trained.load(run)
+    batch = {"image": np.stack([images.held_out[i]["image"] for i in range(len(held))])}
+    logits = convnet.logits(model, variables, batch)
+    net = layers.apply(convnet.ConvNet, model, state.params, state.model_state)
+    np.testing.assert_allclose(logits, net(batch["image"], None), atol=1e-6)
+    assert np.abs(state.model_state["norms"]["0"]["var"] - 1).max() > 0.1
+    fresh = convnet.init(model, jax.random.key(0))[1]
+    assert np.abs(convnet.logits(model, state.params, batch, fresh) - logits).max() > 0.1
+    # Any number of rows goes through the exported program.
+    program = stablehlo.program(model, variables)
+    found = program.call(named_leaves(variables), batch)
+    np.testing.assert_allclose(found, logits, atol=1e-6)
+
+
+def test_a_run_that_stores_no_model_is_refused(tmp_path, capsys):
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:  # as a ConvNet's earlier release
+        checkpoints.save(
+            1, {"params": {"w": np.zeros(1)}}, config={"experiment": "vision", "flags": {}}
+        )
+    given = {"predict": ["--data", str(tmp_path)], "export": ["--out", str(tmp_path / "out")]}
+    for name, flags in given.items():
+        said = refused(capsys, name, "--run", str(tmp_path), *flags)
+        assert "has no model: an experiment of your own stores none, and a ConvNet" in said
+
+
+@pytest.mark.slow
+def test_a_convnet_of_an_earlier_release_is_resumed_and_has_a_model(convnet_run, tmp_path):
+    run, config = str(tmp_path / "run"), convnet_run[1]
+    one, two = (build(dataclasses.replace(config, steps=steps)) for steps in (1, 2))
+    then = {n: x for n, x in one.metadata.config.items() if n in ("experiment", "module", "flags")}
+    fit(one.with_(config=then), RunOptions(run_dir=run))
+    fit(two, RunOptions(run_dir=run, resume=True))
+    assert trained.model(run) == convnet.ConvNetConfig((8, 8, 3), 3, (4, 12))
+    assert trained.load(run, 2)[1]["norms"]["0"]["var"].shape == (4,)

@@ -16,7 +16,7 @@ from jax import export
 from jaxtrain import data, hf
 from jaxtrain.hf import gguf_file, onnx_file, stablehlo
 from jaxtrain.hf.families import FAMILIES
-from jaxtrain.models import decoder, encoder, encoder_decoder, vit
+from jaxtrain.models import convnet, decoder, encoder, encoder_decoder, vit
 from jaxtrain.ops.rotary import DynamicScaling, Llama3Scaling
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.stages import run_layers
@@ -28,6 +28,7 @@ SIZES = {"vocab_size": 61, "layers": 2, "width": 32, "heads": 4}
 LLAMA = decoder.DecoderConfig(**SIZES, seq_len=24, **forms.LLAMA)
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 64)
 BERT = encoder.EncoderConfig(**SIZES, seq_len=24)
+CONVNET = convnet.ConvNetConfig(image=(8, 12, 3), classes=5, channels=(6, 16, 12))
 # By name: the module and the model. The first is in the everyday tests.
 FORMS = {
     # As the default GPT, which no family of transformers has.
@@ -39,6 +40,8 @@ FORMS = {
     ),
     "bert": (encoder, BERT),
     "vit": (vit, vit.ViTConfig(image=(8, 8, 3), patch=2, layers=1, width=24, heads=3, classes=9)),
+    "convnet": (convnet, CONVNET),
+    "group": (convnet, dataclasses.replace(CONVNET, norm="group")),
     "gpt2": (decoder, decoder.DecoderConfig(**SIZES, seq_len=24)),
     "windows": (decoder, dataclasses.replace(LLAMA, window=5, window_pattern=(True, False))),
     "delta": (decoder, dataclasses.replace(LLAMA, delta_pattern=(True, False))),
@@ -84,7 +87,7 @@ assert not [name for name in sys.modules if name.startswith("jaxtrain")]
 
 def drawn(module, config):
     """Parameters of which every one counts."""
-    params = module.init(config, jax.random.key(0))
+    params = getattr(module, "variables", module.init)(config, jax.random.key(0))
     return jax.tree.map(
         lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params
     )
@@ -97,7 +100,7 @@ def batches(config):
         # None is 1, which is RoBERTa's padding: that has no position.
         tokens = rng.integers(2, 61, (rows, length)).astype(np.int32)
         seen = (np.arange(length) < 1 + rng.integers(0, length, (rows, 1))).astype(np.int32)
-        if isinstance(config, vit.ViTConfig):
+        if isinstance(config, vit.ViTConfig | convnet.ConvNetConfig):
             yield {"image": rng.random((rows, *config.image), np.float32)}
         elif isinstance(config, encoder_decoder.T5Config):
             source = {"source": tokens, "source_segments": seen}
@@ -404,6 +407,7 @@ def test_a_gguf_file_has_its_dtype_and_stretched_positions(dtype, tmp_path, caps
 
 ONNX = {name: (decoder, config) for name, config in GGUF.items()}
 ONNX |= {name: FORMS[name] for name in ("bert", "t5", "vit", "states", "classes")}
+ONNX |= {name: FORMS[name] for name in ("convnet", "group")}
 ONNX["states"] = (encoder, dataclasses.replace(BERT, head="none"))
 ONNX["roberta"] = (encoder, dataclasses.replace(BERT, token_types=1, unused_positions=2))
 ONNX["mistral"] = (decoder, dataclasses.replace(LLAMA, window=5))
@@ -437,7 +441,7 @@ def test_onnxruntime_computes_the_same(name, tmp_path, capfd):
         if module is encoder_decoder:
             given = {"input_ids": batch["source"], "attention_mask": batch["source_segments"]}
             given["decoder_input_ids"] = batch["tokens"]
-        if module is vit:
+        if module in (vit, convnet):
             given = {"pixel_values": batch["image"].transpose(0, 3, 1, 2)}
         ids = {name: x for name, x in given.items() if name in takes}
         ids = {n: x if x.dtype == np.float32 else x.astype(np.int64) for n, x in ids.items()}
@@ -465,9 +469,10 @@ def test_the_table_of_formats_is_what_is_tested():
         "onnx": ONNX,
     }
     tested["stablehlo"] |= {"of no family"} if "tiny" in FORMS else set()
+    tested["stablehlo"] |= FORMS.keys() & {"convnet"}
     wanted = [
         [family, *("yes" if family in tested[name] else "no" for name in tested)]
-        for family in [*FAMILIES, "of no family"]
+        for family in [*FAMILIES, "convnet", "of no family"]
     ]
     assert rows == [["family", *tested], *wanted]
     assert set(gguf_file.ARCHITECTURES) == set(GGUF)

@@ -232,6 +232,18 @@ def test_classes_of_images_are_those_of_transformers(folder_of, tmp_path, capsys
     np.testing.assert_allclose(again, got, atol=1e-5)
 
 
+def test_images_below_a_folder_are_rows_of_the_classes_that_folders_name(tmp_path):
+    asked = str(tmp_path), ("image", "label")
+    with pytest.raises(ValueError, match="holds no images: give a folder of some"):
+        list(heads.records_of(*asked))
+    wanted = {"a/1.png": "a", "a/more/2.JPG": "a", "b/3.png": "b", "4.png": ""}
+    for name in [*wanted, "b/notes.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = list(heads.records_of(*asked))
+    assert {str(row["image"].relative_to(tmp_path)): row["label"] for row in found} == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["classify", "tags", "answers"])
 def test_a_run_and_its_export_predict_the_same(task, tmp_path, capsys):

@@ -156,8 +156,9 @@ class Reader:
     def restore_params(
         self, abstract_params: Any, step: int | None = None, *, base: Base | None = None
     ) -> Any:
-        """Reads the parameters of a train state. Where the optimizer keeps an average of one
-        (:func:`jaxtrain.averaged`), the average is read, in float32 or wider.
+        """Reads the parameters of a train state, and what its model state has under other paths.
+        Where the optimizer keeps an average of a parameter (:func:`jaxtrain.averaged`), the average
+        is read, in float32 or wider.
 
         Args:
           abstract_params: as for ``restore``; where a parameter was kept in another floating-point
@@ -170,7 +171,12 @@ class Reader:
         params = {path.removeprefix("params/") for path in saved if path.startswith("params/")}
         owners = {path: owner_of(path, params) for path in saved}
         kept = {name: path for path, name in owners.items() if path.endswith(f"/ema/{name}")}
-        paths = map_named(lambda name, _: kept.get(name, f"params/{name}"), abstract_params)
+
+        def place(name: str, _: Any) -> str:
+            of_state = name not in params and f"model_state/{name}" in saved
+            return kept.get(name, f"{'model_state' if of_state else 'params'}/{name}")
+
+        paths = map_named(place, abstract_params)
         parts = {
             path: manifests.in_saved_precision(saved.get(path, {}), leaf)
             for path, leaf in zip(*map(jax.tree.leaves, (paths, abstract_params)), strict=True)
