@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -15,7 +16,7 @@ from jaxtrain.data.loader import spread
 from jaxtrain.data.mixtures import open_documents, open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT
-from jaxtrain.data.store import TOKENIZER, Store, open_store, source_of
+from jaxtrain.data.store import DROPPED, TOKENIZER, Store, open_store, source_of
 from jaxtrain.data.writing import append_store, cpus, write_store
 from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes
@@ -51,6 +52,10 @@ class TokenizeOptions:
     """Chat template for conversations (rows of messages, of prompt and completion, or of chosen and
     rejected): chatml, plain, a Jinja file, a tokenizer_config.json, or the folder of a model. Only
     the assistant's turns are trained on."""
+    drop_duplicates: Literal["none", "repeats", "all"] = "none"
+    """Leave out what "jaxtrain data --duplicates" counts: repeats, documents that are an earlier
+    one again or nearly; all, also those to train on that share 13 words in a row with held-out
+    ones."""
     append: bool = False
     """Add the text to the store in --out as a new part, by the store's tokenizer. Runs with
     --grow-every read it from their next watermark on."""
@@ -91,6 +96,7 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
         source=source | {"tokenizer": options.tokenizer},
         workers=options.workers or cpus(),
         share=(index, count),
+        drop=None if options.drop_duplicates == "none" else options.drop_duplicates,
     )
     if store is None:
         print(f"{options.out}: part {options.part} is there, and others are missing")
@@ -104,6 +110,11 @@ def _append(options: TokenizeOptions, chat: ChatTemplate | None) -> int:
         raise ValueError(
             f"--tokenizer is {options.tokenizer}, and --append takes the tokenizer of the store "
             f"in '{options.out}': leave one of them out"
+        )
+    if options.drop_duplicates != "none":
+        raise ValueError(
+            f"--drop-duplicates is {options.drop_duplicates}, and text to append is not compared "
+            f"with that of '{options.out}': make one store of all the text, or leave it out"
         )
     before = open_store(options.out)
     text = {"field": options.field, "held_out": options.held_out}
@@ -175,6 +186,11 @@ def _counts(store: Store) -> list[str]:
         )
         if "counted" in found:
             lines[-1] += f"; {found['counted'] / max(found['tokens'], 1):.1%} of the tokens count"
+        if left := found.get(DROPPED):
+            lines.append(f"    left out {left['exact']:,} that are an earlier one again")
+            lines[-1] += f", {left['near']:,} that nearly are"
+            if "overlap" in left:
+                lines[-1] += f", {left['overlap']:,} that share {OVERLAP} words with held-out ones"
     return lines
 
 

@@ -192,3 +192,16 @@ def test_throttling_is_waited_for(s3, texts, monkeypatch):
     found = data.open_store(STORE).corpus().tokens[:500]
     np.testing.assert_array_equal(found, data.tokenize(split.train, BYTES).tokens[:500])
     assert len(calls) == 9  # three for each file
+
+
+def test_several_hosts_leave_out_the_same_duplicates(s3, texts, tmp_path):
+    for n in range(0, 30, 2):
+        (texts / f"again {n}.txt").write_bytes((texts / f"{n:02d}.txt").read_bytes())
+    split = data.text_folder(texts)
+    local = data.write_store(split, BYTES, tmp_path / "store", drop="repeats")
+    assert data.write_store(split, BYTES, STORE, share=(2, 2), drop="repeats") is None
+    remote = data.write_store(split, BYTES, STORE, share=(1, 2), drop="repeats")
+    assert remote.manifest == local.manifest
+    assert remote.manifest["sets"]["train"]["dropped"]["exact"] > 9
+    np.testing.assert_array_equal(remote.corpus().tokens[:], local.corpus().tokens[:])
+    assert not [name for name in s3.store if name.endswith(".stretches")]
