@@ -20,7 +20,7 @@ from jaxtrain.data.store import DROPPED, TOKENIZER, Store, open_store, source_of
 from jaxtrain.data.writing import append_store, cpus, write_store
 from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.host.paths import as_path, exists, is_remote
+from jaxtrain.host.paths import as_path, exists
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24
@@ -62,8 +62,8 @@ class TokenizeOptions:
     workers: int | None = None
     """Processes; left out, one per processor."""
     part: str = "1/1"
-    """Share of a store in a bucket that this host makes: 2/4 is the second of four, whose commands
-    differ in nothing else; the last one to end completes the store."""
+    """Share of a store, in a bucket or on a disk that all hosts share, that this host makes: 2/4 is
+    the second of four, whose commands differ in nothing else; the last one to end completes it."""
 
 
 def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
@@ -73,11 +73,6 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.part)
     if share is None or (index := int(share[1])) > (count := int(share[2])):
         raise ValueError(f"--part is '{options.part}': give I/N, such as 2/4")
-    if count > 1 and not is_remote(options.out):
-        raise ValueError(
-            f"--part is '{options.part}', and --out '{options.out}' is on a disk: give a bucket, "
-            "where several hosts may make one store"
-        )
     name = options.chat_template
     chat = None if name is None else load_template(name)
     if options.append:

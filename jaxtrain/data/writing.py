@@ -60,6 +60,7 @@ from jaxtrain.host.paths import (
     is_remote,
     listed,
     make_folder,
+    read_if_there,
     read_object,
     sizes,
 )
@@ -100,8 +101,8 @@ def write_store(
       path: the folder, on a disk or in a bucket; what goes to a bucket lies on a disk part by part.
       source: what the manifest says of where the text comes from.
       workers: processes to use, where there is more text than one shard takes.
-      share: (i, n): of the parts of a store in a bucket, this call makes the i-th of n shares, as
-        each of n hosts does; the last one to end completes the store.
+      share: (i, n): of the parts of a store in a bucket, or on a disk that n hosts share, this call
+        makes the i-th of n shares, as each of them does; the last one to end completes the store.
       drop: what is left out: "repeats", the documents of each set that :mod:`duplicates` counts as
         an earlier one again, or nearly; "all", before them, those to train on that share 13 words
         in a row with held-out ones. The manifest has how many, as ``dropped`` of each set.
@@ -118,7 +119,9 @@ def write_store(
     if drop not in (None, "repeats", "all"):
         raise ValueError(f"`drop` is {drop!r}: give 'repeats', 'all' or None")
     target = as_path(path) if is_remote(path) else None
-    # What is made for a bucket lies here until it is there.
+    if target is None and share[1] > 1:
+        target = Path(path).absolute()
+    # What is made for a bucket or a shared disk lies here until it is there.
     building = (cache_folder() or Path(tempfile.gettempdir())) / "building"
     sides = {name: getattr(side, "files", None) or side for name, side in split._asdict().items()}
     stamps = {name: _stamp(side) for name, side in sides.items()}
@@ -155,7 +158,11 @@ def write_store(
     return open_store(target or folder)
 
 
-def _upload(path: Path, target: epath.Path) -> None:
+def _upload(path: Path, target: Path | epath.Path) -> None:
+    if not is_remote(target):
+        make_folder(target)
+        with open(path, "rb") as source, _whole(target / path.name) as sink:
+            return shutil.copyfileobj(source, sink)
     system, inner = file_system(target / path.name)
     storage.retrying(lambda: system.put_file(str(path), inner), f"'{target / path.name}'")
 
@@ -318,7 +325,7 @@ def _make(
     tokenizer: Tokenizer,
     about: dict[str, Any],
     workers: int,
-    target: epath.Path | None,
+    target: Path | epath.Path | None,
     share: tuple[int, int],
 ) -> bool:
     """Writes what is missing of a store, its manifest last; before, the manifest has no sets.
@@ -411,11 +418,11 @@ def _share_parts(
     parts: list[_Part],
     tokenizer: Tokenizer,
     workers: int,
-    target: epath.Path,
+    target: Path | epath.Path,
     share: tuple[int, int],
 ) -> bool:
-    """Writes a share of the parts to a bucket, the notes on each last; fetches the notes on others.
-    Returns whether all parts are there."""
+    """Writes a share of the parts to a bucket or a shared disk, the notes on each last; fetches the
+    notes on others. Returns whether all parts are there."""
 
     def fetch() -> list[_Part]:
         there = storage.retrying(lambda: sizes(target), f"the listing of '{target}'")
@@ -423,7 +430,7 @@ def _share_parts(
             name = f"{part.name}.npz"
             if name in there and not exists(folder / name):
                 with _whole(folder / name) as sink:
-                    sink.write(read_object(target / name))
+                    sink.write((read_object if is_remote(target) else read_if_there)(target / name))
         return [part for part in parts if f"{part.name}.npz" not in there]
 
     def upload(part: _Part) -> None:
@@ -436,7 +443,10 @@ def _share_parts(
     index, count = share
     missing = fetch()
     for part in [part for part in missing if exists(folder / f"{part.name}.npz")]:
-        upload(part)  # written by a call that was interrupted then
+        if exists(folder / f"{part.name}.tokens"):
+            upload(part)  # written by a call that was interrupted then
+        else:
+            (folder / f"{part.name}.npz").unlink()  # its tokens were there, and were deleted
     _write_parts(folder, parts[index - 1 :: count], tokenizer, workers, upload)
     return not fetch()
 
