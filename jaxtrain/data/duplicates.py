@@ -95,8 +95,7 @@ def notes_on(documents: Iterable[Document], held_out: np.ndarray | None) -> dict
         for document in documents:
             if getattr(document, "side", ""):
                 raise ValueError(
-                    "--drop-duplicates is for single documents, and these are preferences, whose "
-                    "two sides begin alike: leave it out"
+                    "--drop-duplicates is for single texts, and these are preferences: leave it out"
                 )
             words_W = word_hashes(document.text)
             if held_out is None:
@@ -121,8 +120,7 @@ def overlapping(train: Iterable[Document], held_out: Iterable[Document]) -> dict
     wanted = set().union(*(hashes_S.tolist() for hashes_S in hashes.values()))
     common: set[int] = set()
     for each in train:
-        own_S = grams(word_hashes(each.text), OVERLAP, whole=False)
-        common |= wanted.intersection(own_S.tolist())
+        common |= wanted.intersection(grams(word_hashes(each.text), OVERLAP, whole=False).tolist())
     shares = {name: [each in common for each in own.tolist()] for name, own in hashes.items()}
     return {name: sum(found) / len(found) for name, found in shares.items() if found}
 

@@ -118,9 +118,8 @@ def write_store(
     """
     if drop not in (None, "repeats", "all"):
         raise ValueError(f"`drop` is {drop!r}: give 'repeats', 'all' or None")
-    target = as_path(path) if is_remote(path) else None
-    if target is None and share[1] > 1:
-        target = Path(path).absolute()
+    shared = Path(path).absolute() if share[1] > 1 else None
+    target = as_path(path) if is_remote(path) else shared
     # What is made for a bucket or a shared disk lies here until it is there.
     building = (cache_folder() or Path(tempfile.gettempdir())) / "building"
     sides = {name: getattr(side, "files", None) or side for name, side in split._asdict().items()}

@@ -147,8 +147,7 @@ def sizes(folder: epath.Path | pathlib.Path) -> dict[str, int]:
     which may be gone the next moment, are left out."""
     if not is_remote(folder):
         with os.scandir(folder) as entries:
-            whole = [entry for entry in entries if not entry.name.endswith(".partial")]
-            return {entry.name: entry.stat().st_size for entry in whole}
+            return {e.name: e.stat().st_size for e in entries if not e.name.endswith(".partial")}
     return {name: about["size"] or 0 for name, about in told_of(folder).items()}
 
 
