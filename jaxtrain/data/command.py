@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -15,11 +16,11 @@ from jaxtrain.data.loader import spread
 from jaxtrain.data.mixtures import open_documents, open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT
-from jaxtrain.data.store import TOKENIZER, Store, open_store, source_of
+from jaxtrain.data.store import DROPPED, TOKENIZER, Store, open_store, source_of
 from jaxtrain.data.writing import append_store, cpus, write_store
 from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes
-from jaxtrain.host.paths import as_path, exists, is_remote
+from jaxtrain.host.paths import as_path, exists
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24
@@ -51,14 +52,18 @@ class TokenizeOptions:
     """Chat template for conversations (rows of messages, of prompt and completion, or of chosen and
     rejected): chatml, plain, a Jinja file, a tokenizer_config.json, or the folder of a model. Only
     the assistant's turns are trained on."""
+    drop_duplicates: Literal["none", "repeats", "all"] = "none"
+    """Leave out what "jaxtrain data --duplicates" counts: repeats, documents that are an earlier
+    one again or nearly; all, also those to train on that share 13 words in a row with held-out
+    ones."""
     append: bool = False
     """Add the text to the store in --out as a new part, by the store's tokenizer. Runs with
     --grow-every read it from their next watermark on."""
     workers: int | None = None
     """Processes; left out, one per processor."""
     part: str = "1/1"
-    """Share of a store in a bucket that this host makes: 2/4 is the second of four, whose commands
-    differ in nothing else; the last one to end completes the store."""
+    """Share of a store, in a bucket or on a disk that all hosts share, that this host makes: 2/4 is
+    the second of four, whose commands differ in nothing else; the last one to end completes it."""
 
 
 def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
@@ -68,11 +73,6 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
     share = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", options.part)
     if share is None or (index := int(share[1])) > (count := int(share[2])):
         raise ValueError(f"--part is '{options.part}': give I/N, such as 2/4")
-    if count > 1 and not is_remote(options.out):
-        raise ValueError(
-            f"--part is '{options.part}', and --out '{options.out}' is on a disk: give a bucket, "
-            "where several hosts may make one store"
-        )
     name = options.chat_template
     chat = None if name is None else load_template(name)
     if options.append:
@@ -91,6 +91,7 @@ def run_tokenize(options: TokenizeOptions, rest: list[str]) -> int:
         source=source | {"tokenizer": options.tokenizer},
         workers=options.workers or cpus(),
         share=(index, count),
+        drop=None if options.drop_duplicates == "none" else options.drop_duplicates,
     )
     if store is None:
         print(f"{options.out}: part {options.part} is there, and others are missing")
@@ -104,6 +105,11 @@ def _append(options: TokenizeOptions, chat: ChatTemplate | None) -> int:
         raise ValueError(
             f"--tokenizer is {options.tokenizer}, and --append takes the tokenizer of the store "
             f"in '{options.out}': leave one of them out"
+        )
+    if options.drop_duplicates != "none":
+        raise ValueError(
+            f"--drop-duplicates is {options.drop_duplicates}, and text to append is not compared "
+            f"with that of '{options.out}': make one store of all the text, or leave it out"
         )
     before = open_store(options.out)
     text = {"field": options.field, "held_out": options.held_out}
@@ -175,6 +181,11 @@ def _counts(store: Store) -> list[str]:
         )
         if "counted" in found:
             lines[-1] += f"; {found['counted'] / max(found['tokens'], 1):.1%} of the tokens count"
+        if left := found.get(DROPPED):
+            lines.append(f"    left out {left['exact']:,} that are an earlier one again")
+            lines[-1] += f", {left['near']:,} that nearly are"
+            if "overlap" in left:
+                lines[-1] += f", {left['overlap']:,} that share {OVERLAP} words with held-out ones"
     return lines
 
 

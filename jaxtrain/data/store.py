@@ -48,6 +48,7 @@ TOKENIZER = "tokenizer.json"
 PARTS = "parts"
 FORMAT = "jaxtrain token store 1"
 COUNTS = ".counts"  # the ending of files that say which tokens count
+DROPPED = "dropped"  # of a source which duplicates are left out, and of a set how many those are
 SUMS = "sha256"  # of every shard and array, by name, in the manifest
 # What a manifest holds, and each of its sets.
 _TOKENIZER_KINDS = {"fingerprint": str, "vocab_size": int, "eod": int}

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import hashlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,11 +27,13 @@ from etils import epath
 
 from jaxtrain.data.blocks import crcs
 from jaxtrain.data.chat import encode_marked
+from jaxtrain.data.duplicates import notes_on, repeats
 from jaxtrain.data.loader import ORDER_VERSION
 from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import Document, Documents, Files, Split
 from jaxtrain.data.store import (
     COUNTS,
+    DROPPED,
     FORMAT,
     MANIFEST,
     PARTS,
@@ -57,6 +60,7 @@ from jaxtrain.host.paths import (
     is_remote,
     listed,
     make_folder,
+    read_if_there,
     read_object,
     sizes,
 )
@@ -79,6 +83,7 @@ def write_store(
     source: dict[str, Any] | None = None,
     workers: int = 1,
     share: tuple[int, int] = (1, 1),
+    drop: str | None = None,
 ) -> Store | None:
     """Tokenizes documents into a store, or goes on where an earlier call was interrupted.
 
@@ -96,19 +101,26 @@ def write_store(
       path: the folder, on a disk or in a bucket; what goes to a bucket lies on a disk part by part.
       source: what the manifest says of where the text comes from.
       workers: processes to use, where there is more text than one shard takes.
-      share: (i, n): of the parts of a store in a bucket, this call makes the i-th of n shares, as
-        each of n hosts does; the last one to end completes the store.
+      share: (i, n): of the parts of a store in a bucket, or on a disk that n hosts share, this call
+        makes the i-th of n shares, as each of them does; the last one to end completes the store.
+      drop: what is left out: "repeats", the documents of each set that :mod:`duplicates` counts as
+        an earlier one again, or nearly; "all", before them, those to train on that share 13 words
+        in a row with held-out ones. The manifest has how many, as ``dropped`` of each set.
 
     Returns:
       The store; None where other shares of it are missing.
 
     Raises:
       ValueError: if there is no text to train on, the path holds other files or a store of another
-        source or tokenizer, or the source is bad or changes meanwhile.
+        source or tokenizer, the source is bad or changes meanwhile, or `drop` is not one of these
+        or is given for preferences.
       OSError: if the disk is full, or a worker was killed; what is done is kept.
     """
-    target = as_path(path) if is_remote(path) else None
-    # What is made for a bucket lies here until it is there.
+    if drop not in (None, "repeats", "all"):
+        raise ValueError(f"`drop` is {drop!r}: give 'repeats', 'all' or None")
+    shared = Path(path).absolute() if share[1] > 1 else None
+    target = as_path(path) if is_remote(path) else shared
+    # What is made for a bucket or a shared disk lies here until it is there.
     building = (cache_folder() or Path(tempfile.gettempdir())) / "building"
     sides = {name: getattr(side, "files", None) or side for name, side in split._asdict().items()}
     stamps = {name: _stamp(side) for name, side in sides.items()}
@@ -121,7 +133,7 @@ def write_store(
             "eod": int(tokenizer.eod),
         },
         "dtype": _dtype(tokenizer).name,
-        "source": dict(source or {}) | {"stamps": stamps},
+        "source": dict(source or {}) | {"stamps": stamps} | ({DROPPED: drop} if drop else {}),
     }
     folder = Path(path) if target is None else building / _hash(target, json.dumps(about), share)
     if not _is_made(target or folder, about):
@@ -145,7 +157,11 @@ def write_store(
     return open_store(target or folder)
 
 
-def _upload(path: Path, target: epath.Path) -> None:
+def _upload(path: Path, target: Path | epath.Path) -> None:
+    if not is_remote(target):
+        make_folder(target)
+        with open(path, "rb") as source, _whole(target / path.name) as sink:
+            return shutil.copyfileobj(source, sink)
     system, inner = file_system(target / path.name)
     storage.retrying(lambda: system.put_file(str(path), inner), f"'{target / path.name}'")
 
@@ -174,8 +190,9 @@ def append_store(
       The store with all its parts.
 
     Raises:
-      ValueError: there is no complete store, it is in a bucket, the text is of another kind than
-        that of the store (conversations, preferences), and what :func:`write_store` raises.
+      ValueError: there is no complete store, it is in a bucket, duplicates were left out of it, the
+        text is of another kind than that of the store (conversations, preferences), and what
+        :func:`write_store` raises.
       OSError: as for :func:`write_store`.
     """
     if is_remote(path):
@@ -184,6 +201,11 @@ def append_store(
             "append to a store on a disk"
         )
     store = open_store(path)
+    if drop := store.manifest["source"].get(DROPPED):
+        raise ValueError(
+            f"the token store '{path}' was made without duplicates ({drop}), and text to append is "
+            "not compared with it: make one store of all the text, or a second store"
+        )
     folder = store.path / PARTS
     stamps = {
         name: _stamp(getattr(side, "files", None) or side) for name, side in split._asdict().items()
@@ -293,6 +315,7 @@ class _Part:
     documents: Iterable[Document]
     stamp: str
     num_bytes: int
+    kept: np.ndarray | None = None  # which of the documents; None for all
 
 
 def _make(
@@ -301,7 +324,7 @@ def _make(
     tokenizer: Tokenizer,
     about: dict[str, Any],
     workers: int,
-    target: epath.Path | None,
+    target: Path | epath.Path | None,
     share: tuple[int, int],
 ) -> bool:
     """Writes what is missing of a store, its manifest last; before, the manifest has no sets.
@@ -314,13 +337,15 @@ def _make(
     if target is not None and not exists(target / MANIFEST):
         for each in listed(folder, "*.json"):
             _upload(each, target)
-    parts = []
+    parts, dropped = [], {}
     for name, side in sides.items():
         for cut in side.cut(SHARD_BYTES) if isinstance(side, Files) else [side]:
             stamp = cut.stamp() if isinstance(cut, Files) else about["source"]["stamps"][name]
             key = f"{name}-{_hash(tokenizer.fingerprint, tokenizer.eod, stamp)[:16]}"
             size = cut.num_bytes() if isinstance(cut, Files) else 0
             parts.append(_Part(name, key, cut, stamp, size))
+    if drop := about["source"].get(DROPPED):
+        parts, dropped = _without_repeats(folder, parts, workers, drop)
     if target is None:
         _write_parts(folder, parts, tokenizer, workers)
     elif not _share_parts(folder, parts, tokenizer, workers, target, share):
@@ -330,6 +355,8 @@ def _make(
         raise ValueError(_MIXED)
     sums: dict[str, str] = {}
     sets = {name: _join(folder, name, parts, noted, sums) for name in sides}
+    for name, counts in dropped.items():
+        sets[name][DROPPED] = counts
     about |= {"sets": sets, SUMS: sums} | ({"pairs": True} if True in kinds else {})
     for each in listed(folder, "*.npy") if target is not None else ():
         _upload(each, target)
@@ -342,16 +369,59 @@ def _make(
     return True
 
 
+def _without_repeats(
+    folder: Path, parts: list[_Part], workers: int, drop: str
+) -> tuple[list[_Part], dict[str, dict[str, int]]]:
+    """Returns the parts of a store with the documents of each that are kept, and how many documents
+    of each set are left out for which reason. They follow from the text alone: every host and every
+    number of workers finds the same ones, and the name of a part is a hash of them too."""
+    kept, dropped, stretches = [], {}, np.zeros(0, np.uint64)
+    for name in (_RANKED, "train"):  # what is held out decides what may be trained on
+        own, path = [part for part in parts if part.set == name], None
+        if name == "train" or drop != "all":
+            path = folder / f"{hashlib.sha256(stretches).hexdigest()[:32]}.stretches"
+            with _whole(path) as sink:
+                np.save(sink, stretches)
+        keys = [_hash(name, part.stamp, path and path.name) for part in own]
+        read = [dataclasses.replace(p, name=f"read-{k}") for p, k in zip(own, keys, strict=True)]
+        _write_parts(folder, read, path, workers, make=_read_part)
+        notes = [_load_npz(folder / f"{part.name}.npz") for part in read]
+        sketches = np.concatenate([note.pop("sketches") for note in notes])
+        shares = np.concatenate([note["shares"] for note in notes])
+        keep = np.flatnonzero(~shares)  # where the first of a text goes for this, a later one stays
+        exact, near = repeats(sketches[keep] if shares.any() else sketches)
+        dropped[name] = {"exact": int(exact.sum()), "near": int((near >= 0).sum())}
+        if name == "train" and drop == "all":
+            dropped[name]["overlap"] = int(shares.sum())
+        keep = np.isin(np.arange(len(shares)), keep[~exact & (near < 0)])
+        ends = np.cumsum([len(note["shares"]) for note in notes])[:-1]
+        for part, note, mine in zip(own, notes, np.split(keep, ends), strict=True):
+            key = _hash(part.name, mine.tobytes().hex())[:16]
+            kept.append(dataclasses.replace(part, name=f"{name}-{key}", kept=mine))
+            if len(note["counts"]):
+                note["stretches"] = note["stretches"][np.repeat(mine, note["counts"])]
+        stretches = np.unique(np.concatenate([note.pop("stretches") for note in notes]))
+    return kept, dropped
+
+
+def _read_part(folder: Path, part: _Part, path: Path | None) -> None:
+    """Writes the notes on the documents of a part by which it is decided what is kept."""
+    notes = notes_on(part.documents, None if path is None else np.load(path, mmap_mode="r"))
+    _check_unchanged(part)
+    with _whole(folder / f"{part.name}.npz") as sink:
+        np.savez(sink, **notes)
+
+
 def _share_parts(
     folder: Path,
     parts: list[_Part],
     tokenizer: Tokenizer,
     workers: int,
-    target: epath.Path,
+    target: Path | epath.Path,
     share: tuple[int, int],
 ) -> bool:
-    """Writes a share of the parts to a bucket, the notes on each last; fetches the notes on others.
-    Returns whether all parts are there."""
+    """Writes a share of the parts to a bucket or a shared disk, the notes on each last; fetches the
+    notes on others. Returns whether all parts are there."""
 
     def fetch() -> list[_Part]:
         there = storage.retrying(lambda: sizes(target), f"the listing of '{target}'")
@@ -359,7 +429,7 @@ def _share_parts(
             name = f"{part.name}.npz"
             if name in there and not exists(folder / name):
                 with _whole(folder / name) as sink:
-                    sink.write(read_object(target / name))
+                    sink.write((read_object if is_remote(target) else read_if_there)(target / name))
         return [part for part in parts if f"{part.name}.npz" not in there]
 
     def upload(part: _Part) -> None:
@@ -372,7 +442,10 @@ def _share_parts(
     index, count = share
     missing = fetch()
     for part in [part for part in missing if exists(folder / f"{part.name}.npz")]:
-        upload(part)  # written by a call that was interrupted then
+        if exists(folder / f"{part.name}.tokens"):
+            upload(part)  # written by a call that was interrupted then
+        else:
+            (folder / f"{part.name}.npz").unlink()  # its tokens were there, and were deleted
     _write_parts(folder, parts[index - 1 :: count], tokenizer, workers, upload)
     return not fetch()
 
@@ -380,24 +453,26 @@ def _share_parts(
 def _write_parts(
     folder: Path,
     parts: list[_Part],
-    tokenizer: Tokenizer,
+    argument: Any,
     workers: int,
     after: Callable[[_Part], None] = lambda part: None,
+    make: Callable[[Path, _Part, Any], None] | None = None,
 ) -> None:
     """Writes the parts that are missing, by other processes where there is much to do, and calls
-    ``after`` for each that has been written."""
+    ``after`` for each that has been written; `make` is :func:`_write_part` by a tokenizer."""
+    make = make or _write_part
     missing = [part for part in parts if not exists(folder / f"{part.name}.npz")]
-    progress = _Progress(parts, missing)
+    progress = _Progress(parts, missing, "comparing" if make is _read_part else "tokenizing")
     if workers < 2 or progress.left <= SHARD_BYTES:
         for part in missing:
-            _write_part(folder, part, tokenizer)
+            make(folder, part, argument)
             after(part)
             progress.count(part)
         return
     # Not by fork: this process has threads, of JAX and of others.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=start_worker) as pool:
-        futures = {pool.submit(_write_part, folder, part, tokenizer): part for part in missing}
+        futures = {pool.submit(make, folder, part, argument): part for part in missing}
         try:
             for future in as_completed(futures):
                 future.result()
@@ -415,7 +490,8 @@ def _write_parts(
 class _Progress:
     """Says on standard error how much of the parts is done."""
 
-    def __init__(self, parts: list[_Part], missing: list[_Part]):
+    def __init__(self, parts: list[_Part], missing: list[_Part], doing: str):
+        self._doing = doing
         self.total, self.left = (sum(part.num_bytes for part in some) for some in (parts, missing))
         self._first, self._begun = self.left, time.monotonic()
         self._said = self._begun
@@ -427,7 +503,7 @@ class _Progress:
             return
         rate = (self._first - self.left) / (now - self._begun)
         print(
-            f"tokenizing: {(self.total - self.left) / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
+            f"{self._doing}: {(self.total - self.left) / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, "
             f"{rate / 1e6:,.1f} MB/s, {self.left / max(rate, 1) / 60:,.0f} minutes left",
             file=sys.stderr,
         )
@@ -436,15 +512,14 @@ class _Progress:
 
 def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
     """Writes the files of a part; the last, ``.npz``, says that it is done."""
-    texts = Noted(part.documents if part.num_bytes <= 2 * SHARD_BYTES else _told(part.documents))
+    documents = part.documents if part.num_bytes <= 2 * SHARD_BYTES else _told(part.documents)
+    if part.kept is not None:
+        documents = itertools.compress(documents, part.kept.tolist())
+    texts = Noted(documents)
     with _whole(folder / f"{part.name}.tokens") as sink:
         sink = _Summed(sink)
         lengths, counts, pairs = _write_tokens(texts, tokenizer, sink)
-        if isinstance(part.documents, Files) and part.documents.stamp() != part.stamp:
-            raise ValueError(
-                f"files in '{part.documents.root}' changed while they were tokenized; run it again "
-                "when they are as they should be"
-            )
+        _check_unchanged(part)
     noted = {"ranks": texts.ranks} if part.set == _RANKED else {}
     sums = [sink.sum.hexdigest()]
     noted |= {"crcs.tokens": np.array(crcs(folder / f"{part.name}.tokens"), np.uint32)}
@@ -457,6 +532,14 @@ def _write_part(folder: Path, part: _Part, tokenizer: Tokenizer) -> None:
         noted |= {"counted": counts.sum(), "pairs": pairs}
     with _whole(folder / f"{part.name}.npz") as sink:
         np.savez(sink, text=texts.fingerprint(), sums=sums, **noted)
+
+
+def _check_unchanged(part: _Part) -> None:
+    if isinstance(part.documents, Files) and part.documents.stamp() != part.stamp:
+        raise ValueError(
+            f"files in '{part.documents.root}' changed while they were tokenized; run it again "
+            "when they are as they should be"
+        )
 
 
 class _Summed:
@@ -560,7 +643,8 @@ def _tidy(folder: Path) -> None:
     sets = open_store(folder).manifest["sets"].values()
     kept = {name for about in sets for name in shard_files(about, 1)}
     for path in folder.iterdir():
-        if path.suffix in (".npz", ".partial", ".tokens", COUNTS) and path.name not in kept:
+        made = path.suffix in (".npz", ".partial", ".stretches", ".tokens", COUNTS)
+        if made and path.name not in kept:
             path.unlink(missing_ok=True)
 
 

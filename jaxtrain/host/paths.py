@@ -143,10 +143,11 @@ def listed(folder: P, pattern: str = "*") -> list[P]:
 
 
 def sizes(folder: epath.Path | pathlib.Path) -> dict[str, int]:
-    """Returns the bytes of each file in a folder by its name, none without one."""
+    """Returns the bytes of each file in a folder by its name, none without one. Partial files,
+    which may be gone the next moment, are left out."""
     if not is_remote(folder):
         with os.scandir(folder) as entries:
-            return {entry.name: entry.stat().st_size for entry in entries}
+            return {e.name: e.stat().st_size for e in entries if not e.name.endswith(".partial")}
     return {name: about["size"] or 0 for name, about in told_of(folder).items()}
 
 

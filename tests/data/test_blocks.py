@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from etils import epath
 
 from jaxtrain import data
 from jaxtrain.data import ByteTokenizer, blocks, writing
@@ -141,7 +142,9 @@ def test_a_block_that_is_not_what_was_written_is_asked_for_again_or_an_error(
         data.open_store(STORE).verify()
 
 
-def test_several_hosts_make_one_store(s3, texts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["bucket", "disk"])
+def test_several_hosts_make_one_store(place, s3, texts, tmp_path, monkeypatch):
+    path = STORE if place == "bucket" else tmp_path / "shared" / "store"
     split = data.text_folder(texts)
     local = data.write_store(split, BYTES, tmp_path / "store")
     written, real = [], writing._write_part
@@ -155,15 +158,15 @@ def test_several_hosts_make_one_store(s3, texts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "_write_part", write)
     with pytest.raises(OSError, match="No space"):
-        data.write_store(split, BYTES, STORE, share=(1, 2))
-    with pytest.raises(ValueError, match="'s3://bucket/store' is not complete"):
-        data.open_store(STORE)
-    assert data.write_store(split, BYTES, STORE, share=(1, 2)) is None
-    remote = data.write_store(split, BYTES, STORE, share=(2, 2))
+        data.write_store(split, BYTES, path, share=(1, 2))
+    with pytest.raises(ValueError, match="store' is not complete"):
+        data.open_store(path)
+    assert data.write_store(split, BYTES, path, share=(1, 2)) is None
+    remote = data.write_store(split, BYTES, path, share=(2, 2))
     assert len(written) - 1 == len(set(written)) - 1 > 4  # none twice, one refused
     assert remote.manifest == local.manifest
     np.testing.assert_array_equal(remote.corpus().tokens[:], local.corpus().tokens[:])
-    assert data.write_store(split, BYTES, STORE, share=(1, 2)).manifest == local.manifest
+    assert data.write_store(split, BYTES, path, share=(1, 2)).manifest == local.manifest
 
 
 def test_the_commands_make_and_show_one(s3, texts, capsys):
@@ -192,3 +195,38 @@ def test_throttling_is_waited_for(s3, texts, monkeypatch):
     found = data.open_store(STORE).corpus().tokens[:500]
     np.testing.assert_array_equal(found, data.tokenize(split.train, BYTES).tokens[:500])
     assert len(calls) == 9  # three for each file
+
+
+@pytest.mark.parametrize("place", ["bucket", "disk"])
+def test_a_share_is_made_again_where_it_was_deleted(place, s3, texts, tmp_path, monkeypatch):
+    path = STORE if place == "bucket" else tmp_path / "store"
+    split = data.text_folder(texts)
+    local = data.write_store(split, BYTES, tmp_path / "local")
+    with monkeypatch.context() as patch:
+        real, written = writing._write_part, []
+
+        def write(folder, part, tokenizer):
+            if written:
+                raise OSError(28, "No space left on device")
+            written.append(real(folder, part, tokenizer))
+
+        patch.setattr(writing, "_write_part", write)
+        with pytest.raises(OSError, match="No space"):
+            data.write_store(split, BYTES, path, share=(1, 2))
+    epath.Path(path).rmtree()
+    assert data.write_store(split, BYTES, path, share=(1, 2)) is None
+    found = data.write_store(split, BYTES, path, share=(2, 2))
+    np.testing.assert_array_equal(found.corpus().tokens[:], local.corpus().tokens[:])
+
+
+def test_several_hosts_leave_out_the_same_duplicates(s3, texts, tmp_path):
+    for n in range(0, 30, 2):
+        (texts / f"again {n}.txt").write_bytes((texts / f"{n:02d}.txt").read_bytes())
+    split = data.text_folder(texts)
+    local = data.write_store(split, BYTES, tmp_path / "store", drop="repeats")
+    assert data.write_store(split, BYTES, STORE, share=(2, 2), drop="repeats") is None
+    remote = data.write_store(split, BYTES, STORE, share=(1, 2), drop="repeats")
+    assert remote.manifest == local.manifest
+    assert remote.manifest["sets"]["train"]["dropped"]["exact"] > 9
+    np.testing.assert_array_equal(remote.corpus().tokens[:], local.corpus().tokens[:])
+    assert not [name for name in s3.store if name.endswith(".stretches")]

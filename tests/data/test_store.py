@@ -822,7 +822,7 @@ def test_the_commands_make_and_show_a_store(texts, tmp_path, capsys):
         (("data", path, "--steps", "-1"), "--steps is -1"),
         ((*make[:-1], "0"), "--workers is 0"),
         ((*make, "--part", "3/2"), "--part is '3/2': give I/N"),
-        ((*make, "--part", "1/2"), "is on a disk: give a bucket"),
+        ((*make, "--part", "1/2", "--append"), "--part is for a store that is made anew"),
         ((*make[:2], "http://texts", *make[3:]), "'http://texts' is in no storage known here"),
     ):
         status, _, error = command(capsys, *flags)
