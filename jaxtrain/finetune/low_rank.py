@@ -7,7 +7,7 @@ https://arxiv.org/abs/2402.09353.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -41,13 +41,7 @@ class LoRA(Change):
     """Regexes of the paths of other parameters that train, such as ^head/ or norm."""
 
     flops: ClassVar = (2 / 3, ", two thirds of it where weights have no gradient")
-    record = property(lambda self: {"low_rank": dataclasses.asdict(self)})
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "LoRA":
-        """Returns the change of a checkpoint's config; that without a rank where it has none."""
-        fields = config.get("low_rank", {}).items()
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields})
+    key = "low_rank"
 
     def params(self, params: PyTree, rng: Any = None, stacked: Stack | None = None) -> PyTree:
         stack = stacked or Stack()

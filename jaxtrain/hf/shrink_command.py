@@ -165,8 +165,8 @@ def _open(source: str) -> tuple[Any, PyTree, Any, dict[str, Any], dict[str, str]
     folder = hub.local_folder(source)
     if exists(as_path(folder) / CHECKPOINTS):
         model, params, tokenizer = trained.load(folder)
-        changes = {"low_rank", "quantized", "constrained"}
-        stored = {name: x for name, x in trained.stored(folder).items() if name not in changes}
+        stored = trained.stored(folder)
+        stored = {name: x for name, x in stored.items() if name not in trained.CHANGES}
     else:
         model, params = weights.read_config(folder), weights.load(weights.open_weights(folder))
         tokenizer = data.SubwordTokenizer.load(as_path(folder) / trained.TOKENIZER_FILE)

@@ -33,6 +33,9 @@ TOKENIZER_FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
 BESIDE = (TEMPLATE, TOKENIZER_CONFIG, GENERATION)
 
+# What a checkpoint's config calls the changes of its parameters, which ``load`` takes back.
+CHANGES = {change.key for change in (LoRA, Quantize, Constrain)}
+
 # What a checkpoint's config calls the form of its model: the class of its sizes, and the module.
 FORMS = {
     "decoder": (decoder.DecoderConfig, decoder),
@@ -68,7 +71,7 @@ def load(
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
         params = _read(checkpoints, shapes, step, member)
-    if stored.keys() & {"low_rank", "quantized", "constrained"}:
+    if stored.keys() & CHANGES:
         params = jax.jit(merge, out_shardings=places)(params)
     if module in (vit, clip):  # the texts of the latter's experiment are bytes
         return model, params, None
