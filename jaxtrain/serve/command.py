@@ -247,17 +247,16 @@ def replica_command(options: ServeOptions) -> list[str]:
 
 def replica_environments(options: ServeOptions, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the variables of each replica, which sees GPUs of its own."""
-    gpus, tensor = distributed.count_gpus(environ), options.mesh.tensor
+    gpus, tensor = distributed.visible_gpus(environ), options.mesh.tensor
     is_cpu = options.simulate_devices or environ.get("JAX_PLATFORMS", "").startswith("cpu")
     if is_cpu or not gpus:
         return [dict(environ)] * options.replicas
-    if options.replicas * tensor > gpus:
+    if options.replicas * tensor > len(gpus):
         raise ValueError(
             f"--replicas is {options.replicas}: with --mesh.tensor {tensor} they need "
-            f"{options.replicas * tensor} GPUs, and {gpus} are here"
+            f"{options.replicas * tensor} GPUs, and {len(gpus)} are here"
         )
-    named = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    parts = (named[i * tensor :][:tensor] for i in range(options.replicas))
+    parts = (gpus[i * tensor :][:tensor] for i in range(options.replicas))
     return [{**environ, "CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
 
 
