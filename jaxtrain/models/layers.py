@@ -45,7 +45,7 @@ from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.remat import keeping, layout_keeps
 from jaxtrain.ops.rotary import sinusoidal_positions
 from jaxtrain.ops.routing import Routes, route
-from jaxtrain.sharding.placement import check_length, constrain, pin_residual
+from jaxtrain.sharding.placement import check_length, constrain, gather, pin_residual
 from jaxtrain.stages import Stages
 from jaxtrain.tree import named_leaves
 
@@ -218,6 +218,11 @@ def block(
     layer = apply(Block, config, params)
     x_BTD, _, routes = layer(x_BTD, angles, attend, rng=rng, index=number, choose=choose)
     return x_BTD if routes is None else with_routes(x, x_BTD, routes, index)
+
+
+def gathering(layer: Callable) -> Callable:
+    """Wraps a layer for :func:`jaxtrain.stages.run_layers` so that it gathers its weights first."""
+    return lambda weights, *rest: layer(gather(weights), *rest)
 
 
 def positions(config: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
