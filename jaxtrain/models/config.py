@@ -261,9 +261,6 @@ class DeltaFields:
     def _check_delta(self) -> None:
         fill(self, delta_heads=self.heads, delta_key_dim=self.head_dim)
         fill(self, delta_key_heads=self.delta_heads, delta_value_dim=self.head_dim)
-        for name in ("delta_heads", "delta_key_heads", "delta_taps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
         if self.delta_heads % self.delta_key_heads:
             raise ValueError(
                 f"delta_heads={self.delta_heads} is not divisible by delta_key_heads="
