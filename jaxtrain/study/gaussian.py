@@ -34,7 +34,6 @@ def make_sampler(optuna: ModuleType, acquisition: Literal["ei", "ucb"], *, seed:
     A trial that still runs counts as what the process expects of it, so that workers spread.
 
     Args:
-      optuna: the package.
       acquisition: ``"ei"``, the expected improvement, or ``"ucb"``, the confidence bound.
       seed: of what is drawn.
 

@@ -158,7 +158,6 @@ def best_use(
     """Finds the size for which a budget of FLOPs is used best.
 
     Args:
-      law: the law.
       budget: FLOPs of the whole training.
       N_S: parameters of sizes, and ``flops_S`` what one token costs of each; see
         :func:`flops_per_token`.
