@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.data import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import adapters, gguf_file, hub, merging, onnx_file, stablehlo, weights
-from jaxtrain.host import quiet
+from jaxtrain.host import least, quiet
 from jaxtrain.host.paths import as_path, check_on_disk, exists, is_file, json_text, read_json
 from jaxtrain.models.clip import ClipConfig
 from jaxtrain.models.decoder import DecoderConfig
@@ -135,11 +135,9 @@ def run_export(options: ExportOptions, rest: list[str]) -> int:
 
 def _check_flags(options: ExportOptions) -> None:
     if (options.run is None) == (options.model is None):
-        given = "neither --run nor --model is" if options.run is None else "--run and --model are"
-        raise ValueError(f"{given} given: name a run, or a Hugging Face folder")
-    usual = {field.name: field.default for field in dataclasses.fields(options)}
-    changed = [name for name, value in usual.items() if getattr(options, name) != value]
-    for name in changed:
+        which = "neither --run nor --model is" if options.run is None else "--run and --model are"
+        raise ValueError(f"{which} given: name a run, or a Hugging Face folder")
+    for name in least.given(options):
         flag = "--" + name.replace("_", "-")
         if options.model is not None and name in OF_RUNS:
             raise ValueError(f"{flag} is given with --model: it is for runs; leave it out")
