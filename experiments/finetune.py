@@ -155,7 +155,7 @@ def model_of(path: str) -> tuple[trained.Model, str]:
         model = trained.read_model(record, where=f"the config of the run in '{path}'")
     else:
         model = hf.read_config(path)
-    return model, next(form for form, (kind, _) in trained.FORMS.items() if isinstance(model, kind))
+    return model, trained.form_of(model)
 
 
 def kind_of(config: Config, form: str) -> str:

@@ -27,7 +27,7 @@ from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf.family import OURS
-from jaxtrain.hf.opening import find_model, form_of
+from jaxtrain.hf.opening import find_model
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.population import Population
@@ -206,7 +206,7 @@ def with_tokens(
     """Returns parameters for all tokens of a model, made of those of ``own`` others: a row of the
     table, and of a head of its own, is the mean of the rows of its pieces, or of all rows where it
     has none."""
-    init = next(module.init for kind, module in trained.FORMS.values() if isinstance(model, kind))
+    init = trained.FORMS[trained.form_of(model)][1].init
     lengths_V = np.array([len(each) for each in pieces])
     places = np.repeat(np.arange(len(pieces)), lengths_V)
     flat = np.fromiter(itertools.chain.from_iterable(pieces), np.int64)
@@ -237,7 +237,7 @@ def with_tokens(
 def open_source(path: str, form: str) -> Source:
     """Opens what ``--init-from`` names, having downloaded a model of the hub; no weight is read."""
     path, model, is_run = find_model(path)
-    own = form_of(model)
+    own = trained.form_of(model)
     if own != form:
         raise ValueError(
             f"the model in '{path}' is of the form {own}, not {form}: train it with "

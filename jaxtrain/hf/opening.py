@@ -91,7 +91,7 @@ def open_model(
       ValueError: there is no such model, it has another form, or its tokenizer is another's.
     """
     folder, model, is_run = find_model(name)
-    if (form := form_of(model)) not in forms:
+    if (form := trained.form_of(model)) not in forms:
         raise ValueError(
             f"the model in '{folder}' is of the form {form}: give one of the form "
             f"{' or '.join(forms)}"
@@ -176,8 +176,3 @@ def ends_of(folder: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     named = config.get("eos_token_id") if isinstance(config, dict) else None
     named = named if isinstance(named, list) else [named]
     return (tokenizer.eod, *sorted({x for x in named if type(x) is int} - {tokenizer.eod}))
-
-
-def form_of(model: trained.Model) -> str:
-    """Returns the name of a model's form, a key of :data:`jaxtrain.run.trained.FORMS`."""
-    return next(name for name, (kind, _) in trained.FORMS.items() if isinstance(model, kind))

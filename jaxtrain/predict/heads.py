@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
 from jaxtrain.data.sources import rows_in
-from jaxtrain.hf.opening import Opened, ends_of, fields_of, form_of
+from jaxtrain.hf.opening import Opened, ends_of, fields_of
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.models import encoder, vit
 from jaxtrain.models.decoding import check_positions, unscaled
@@ -104,7 +104,7 @@ class Head(NamedTuple):
 def head_of(model: Model) -> Head:
     """Returns what a model predicts; raises ValueError where it predicts nothing of rows."""
     config = model.opened.model
-    kind = form_of(config)
+    kind = trained.form_of(config)
     kind = getattr(config, "head", kind) if kind != "vit" or config.head == "none" else kind
     of_answers = "seq_len", "stride", "unanswerable"
     known = {

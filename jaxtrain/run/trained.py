@@ -154,7 +154,7 @@ def _shapes_of(
     """The model that a checkpoint's config says, its module, the change that it was trained with,
     and the shapes of its parameters."""
     model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
-    module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
+    module = FORMS[form_of(model)][1]
     change = LoRA.of(stored)
     stack = clip.STACK if module is clip else module.stages(model).stacked
 
@@ -201,6 +201,11 @@ def stored(run: str) -> Mapping[str, Any]:
     the model that it began from), of which each may be missing."""
     with Checkpointer(as_path(run) / CHECKPOINTS) as checkpoints:
         return checkpoints.config()
+
+
+def form_of(model: Model) -> str:
+    """Returns the name of a model's form, a key of :data:`FORMS`."""
+    return next(name for name, (kind, _) in FORMS.items() if isinstance(model, kind))
 
 
 def beside(folder: str) -> dict[str, str]:

@@ -17,15 +17,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.data.chat import ChatTemplate, load_template
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.hf.opening import (
-    ModelOptions,
-    Opened,
-    ends_of,
-    find_model,
-    form_of,
-    open_adapter,
-    open_model,
-)
+from jaxtrain.hf.opening import ModelOptions, Opened, ends_of, find_model, open_adapter, open_model
 from jaxtrain.host import distributed, extras, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.host.simulated import simulate_devices
@@ -35,6 +27,7 @@ from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.ops.packed import Kind
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.predict.heads import Model
+from jaxtrain.run.trained import form_of
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.classify import Classifier
