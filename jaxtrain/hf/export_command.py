@@ -196,7 +196,7 @@ def _of_run(options: ExportOptions) -> _Source:
 
 def _of_model(name: str) -> _Source:
     folder = hub.local_folder(name)
-    if exists(as_path(folder) / "checkpoints"):
+    if trained.is_trained(folder):
         raise ValueError(f"--model is {folder}, which is a run: give it as --run")
     family, model = weights.read_model(folder)
     theirs, files = read_json(as_path(folder) / "config.json"), trained.beside(folder)
@@ -222,7 +222,7 @@ def _tokens(name: str, model: trained.Model, tokenizer: Any) -> np.ndarray:
 def _begun(source: str) -> Mapping[str, Any]:
     """The weights by path of what a run began from."""
     path = hub.local_folder(source)
-    is_run = exists(as_path(path) / "checkpoints")
+    is_run = trained.is_trained(path)
     return named_leaves(trained.load(path)[1] if is_run else weights.open_weights(path))
 
 

@@ -130,9 +130,9 @@ def open_adapter(folder: str, base: Opened) -> Additions:
     Raises:
       FileNotFoundError, ValueError: there are none, or they are another model's.
     """
-    if exists(as_path(folder) / "checkpoints"):
+    if trained.is_trained(folder):
         return trained.additions(folder)[1]
-    is_run = exists(as_path(base.folder) / "checkpoints")
+    is_run = trained.is_trained(base.folder)
     family = trained.stored(base.folder).get("family") if is_run else hf.family_name(base.folder)
     change, found = hf.adapters.read(folder, base.model, family=family)
     shapes = jax.eval_shape(lambda: decoder.init(base.model, jax.random.key(0)))
@@ -151,7 +151,7 @@ def find_model(name: str) -> tuple[str, trained.Model, bool]:
       ValueError: there is no such model.
     """
     folder = hub.local_folder(name)
-    is_run = exists(as_path(folder) / "checkpoints")
+    is_run = trained.is_trained(folder)
     if not is_run and not exists(as_path(folder) / "config.json"):
         raise ValueError(
             f"'{folder}' is neither a run nor a Hugging Face folder: a run has a folder "
@@ -162,7 +162,7 @@ def find_model(name: str) -> tuple[str, trained.Model, bool]:
 
 def fields_of(folder: str) -> Mapping[str, Any]:
     """Returns the fields of a Hugging Face folder's config.json, or those that a run has for it."""
-    if exists(as_path(folder) / "checkpoints"):
+    if trained.is_trained(folder):
         return trained.stored(folder).get("special_tokens") or {}
     return read_json(as_path(folder) / "config.json")
 

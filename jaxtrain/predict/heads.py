@@ -18,7 +18,7 @@ from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
 from jaxtrain.data.sources import rows_in
 from jaxtrain.hf.opening import Opened, ends_of, fields_of
-from jaxtrain.host.paths import as_path, exists
+from jaxtrain.host.paths import as_path
 from jaxtrain.models import encoder, vit
 from jaxtrain.models.decoding import check_positions, unscaled
 from jaxtrain.models.generate import beam_search, by_length, generate, padded_length, whole_rows
@@ -173,7 +173,7 @@ def classify_images(model: Model, records: Sequence[Record]) -> Iterator[dict[st
         own, wanted = ("x".join(map(str, each)) for each in (found[0].shape, shape))
         raise ValueError(f"the images are {own}, and the model's are {wanted}: give such")
     pixels = hf.pixels(folder)
-    if exists(as_path(folder) / "checkpoints"):
+    if trained.is_trained(folder):
         pixels = trained.stored(folder).get("pixels")
     rows = data.Images(images, np.zeros(len(found), np.int32))
     rows = rows if pixels is None else data.Normalized(rows, **pixels)

@@ -166,6 +166,11 @@ def _shapes_of(
     return model, module, change, jax.eval_shape(make, jax.random.key(0))
 
 
+def is_trained(folder: str) -> bool:
+    """Whether a folder is that of a run, which has checkpoints, and not a Hugging Face folder."""
+    return exists(as_path(folder) / CHECKPOINTS)
+
+
 def open_checkpoints(run: str) -> Checkpointer:
     """Opens a run's checkpoints, the best of which is what the run has taken for it; raises
     FileNotFoundError where there is none."""
