@@ -301,11 +301,7 @@ def _tokenizer(config: Config) -> data.Tokenizer | None:
 
 def check_same_tokens(source: Source, tokenizer: data.Tokenizer) -> None:
     """Raises ValueError where a model has been trained on another tokenizer's tokens."""
-    path, own = as_path(source.path) / TOKENIZER_FILE, None
-    if exists(path):
-        own = data.SubwordTokenizer.load(path)
-    elif source.is_run:
-        own = data.ByteTokenizer()
+    own = source.tokenizer()
     if own is None or own.fingerprint != tokenizer.fingerprint:
         why = "has learned the tokens of another tokenizer than this text's"
         raise ValueError(
