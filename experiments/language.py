@@ -32,6 +32,7 @@ from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.population import Population
 from jaxtrain.models import decoder, mup
+from jaxtrain.models.config import head_of
 from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
@@ -168,17 +169,13 @@ class Source:
         if not self.is_run:
             return hf.open_weights(self.path, model)
         params = trained.load(self.path)[1]
-        if _head(self.model) != _head(model):
+        if head_of(self.model) != head_of(model):
             params.pop("head", None)
         if model.positions == "learned" and hasattr(model, "seq_len"):
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]
             params["embed"]["positions"] = table[: len(table) - removed]
         return params
-
-
-def _head(model: trained.Model) -> tuple[Any, Any]:
-    return getattr(model, "head", None), getattr(model, "classes", None)
 
 
 def pieces_of(
@@ -471,7 +468,7 @@ def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.
         return experiment
     if lora.rank is None:
         raise ValueError("--lora.rank is not given, and other flags of --lora are: give it too")
-    if source is not None and _head(source.model) != _head(model):
+    if source is not None and head_of(source.model) != head_of(model):
         lora = dataclasses.replace(lora, train=(*lora.train, "^head/"))
     changed = apply(experiment, lora)
     if config.quantize is not None:

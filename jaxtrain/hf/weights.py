@@ -23,6 +23,7 @@ from jaxtrain.hf.family import Family, ModelConfig
 from jaxtrain.hf.quantized import config_of, dequantized, encoded, read_format
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import as_path, exists, is_file, json_text, listed, read_json
+from jaxtrain.models.config import head_of
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import Kind, Packed, pack
@@ -140,7 +141,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
 
     # A head that the folder lacks is initialised anew; another head of the folder is ignored, also
     # where its tensor has the name and the shape of one that is lacking.
-    new_head = _head(config) != _head(own)
+    new_head = head_of(config) != head_of(own)
     own_rows = family.rows_of(own)[0] if new_head else {}
     others = {row.theirs for row in own_rows.values()}
 
@@ -456,10 +457,6 @@ def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"'{path}': {error}") from None
     return family, family.settle(config, lambda: safetensors.tensors_in(path.parent))
-
-
-def _head(config: ModelConfig) -> tuple[Any, ...]:
-    return getattr(config, "head", None), getattr(config, "classes", None)
 
 
 def _named_as(family: Family, config: ModelConfig, folder: Path) -> dict[str, Any]:

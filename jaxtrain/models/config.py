@@ -411,6 +411,11 @@ def stacked_layers(config: Any) -> int:
     return (config.layers - before_stack(config)) // len(group_of(config))
 
 
+def head_of(config: Any) -> tuple[Any, Any]:
+    """The kind of a model's head, and its classes: models in which these differ share no head."""
+    return getattr(config, "head", None), getattr(config, "classes", None)
+
+
 def deltas_of(config: Any) -> list[bool]:
     """Whether each layer of a model has the gated delta rule."""
     pattern = getattr(config, "delta_pattern", ()) or (False,)
