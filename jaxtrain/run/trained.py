@@ -61,8 +61,7 @@ def load(
       member: of a population, which; None for the best in the evaluation of the checkpoint.
     """
     with open_checkpoints(run) as checkpoints:
-        step = checkpoints.best_step() if step is None else step
-        stored, member = _member(checkpoints, step, member)
+        stored, at = _chosen(checkpoints, step, member)
         model, module, change, shapes = _shapes_of(checkpoints, stored)
         places = None
         if mesh is not None:
@@ -70,7 +69,7 @@ def load(
             places = param_shardings(plain, mesh, rules)
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
-        params = _read(checkpoints, shapes, step, member)
+        params = _read(checkpoints, shapes, *at)
     if stored.keys() & CHANGES:
         params = jax.jit(merge, out_shardings=places)(params)
     if module in (vit, clip):  # the texts of the latter's experiment are bytes
@@ -85,10 +84,9 @@ def unmerged(run: str, step: int | None = None, *, member: int | None = None) ->
     """Reads a run's model and its parameters as they were trained: additions by themselves, and
     kernels packed that were. Arguments and errors are those of :func:`load`."""
     with open_checkpoints(run) as checkpoints:
-        step = checkpoints.best_step() if step is None else step
-        stored, member = _member(checkpoints, step, member)
+        stored, at = _chosen(checkpoints, step, member)
         model, _, _, shapes = _shapes_of(checkpoints, stored)
-        return model, _read(checkpoints, shapes, step, member)
+        return model, _read(checkpoints, shapes, *at)
 
 
 def additions(
@@ -97,8 +95,7 @@ def additions(
     """Reads what LoRA has added to a run's model: its kernels by path, without their bases, which a
     checkpoint may lack. Raises ValueError where it has added nothing, or more has been trained."""
     with open_checkpoints(run) as checkpoints:
-        step = checkpoints.best_step() if step is None else step
-        stored, member = _member(checkpoints, step, member)
+        stored, at = _chosen(checkpoints, step, member)
         model, _, change, shapes = _shapes_of(checkpoints, stored)
         if change.rank is None or change.train:
             more = f"has trained {change.train[0]!r} too" if change.train else "has no additions"
@@ -107,19 +104,20 @@ def additions(
         found = map_kind(LowRank, lambda x: dataclasses.replace(x, base=None), shapes)
         found = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_kernel)
         kernels = {path_name(path): x for path, x in found if is_kernel(x)}
-        return model, _read(checkpoints, kernels, step, member)
+        return model, _read(checkpoints, kernels, *at)
 
 
-def _member(
-    checkpoints: Checkpointer, step: int, member: int | None
-) -> tuple[Mapping[str, Any], int | None]:
-    """The config of a checkpoint and, of a population, the number of a member, as whose training
-    alone the config then is."""
+def _chosen(
+    checkpoints: Checkpointer, step: int | None, member: int | None
+) -> tuple[Mapping[str, Any], tuple[int, int | None]]:
+    """The config of a checkpoint, which is the best one where ``step`` is None, and its step with,
+    of a population, the number of a member, as whose training alone the config then is."""
+    step = checkpoints.best_step() if step is None else step
     stored = dict(checkpoints.config(step))
     if (population := stored.pop("population", None)) is None:
         if member is not None:
             raise ValueError(f"`member` is {member}: the run has no population; leave it out")
-        return stored, None
+        return stored, (step, None)
     members = population["members"]
     best = checkpoints.metrics(step).get(f"eval/{population['set']}{BEST}")
     if member is None and best is None:
@@ -131,7 +129,8 @@ def _member(
     if not 0 <= member < len(members):
         raise ValueError(f"`member` is {member}: give one from 0 to {len(members) - 1}")
     own = {n: members[member][f"lora.{n}"] for n in ("rank", "alpha") if f"lora.{n}" in members[0]}
-    return stored | ({"low_rank": stored["low_rank"] | own} if "low_rank" in stored else {}), member
+    stored |= {"low_rank": stored["low_rank"] | own} if "low_rank" in stored else {}
+    return stored, (step, member)
 
 
 def _read(checkpoints: Checkpointer, shapes: Any, step: int, member: int | None) -> Any:
