@@ -19,7 +19,7 @@ from jaxtrain.ops.packed import Packed
 from jaxtrain.optim import masks
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.tree import PyTree, map_kind, map_named, named_leaves, nodes_of, path_name
+from jaxtrain.tree import PyTree, map_kind, map_named, named_leaves, named_nodes, nodes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,7 @@ class LoRA(Change):
 
     def freeze(self, params: PyTree) -> PyTree:
         """Returns the mask of what stays: all but the additions and what ``train`` names."""
-        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_added)
-        added = {f"{path_name(path)}/{x}" for path, leaf in leaves if _is_added(leaf) for x in "ab"}
+        added = {f"{name}/{x}" for name in named_nodes(LowRank, params) for x in "ab"}
         added |= {name for name in named_leaves(params) if name.endswith("/magnitude")}
         masks.check_matches("train", self.train, params)
         trains = lambda name: name in added or any(re.search(p, name) for p in self.train)  # noqa: E731

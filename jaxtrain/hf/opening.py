@@ -25,7 +25,7 @@ from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.rules import param_shardings
-from jaxtrain.tree import is_a, path_name
+from jaxtrain.tree import named_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +137,7 @@ def open_adapter(folder: str, base: Opened) -> Additions:
     change, found = hf.adapters.read(folder, base.model, family=family)
     shapes = jax.eval_shape(lambda: decoder.init(base.model, jax.random.key(0)))
     placed = hf.adapters.placed(change.params(shapes), found)
-    leaves = jax.tree_util.tree_leaves_with_path(placed, is_leaf=is_a(LowRank | Dora))
-    return {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRank | Dora)}
+    return named_nodes(LowRank | Dora, placed)
 
 
 def find_model(name: str) -> tuple[str, trained.Model, bool]:

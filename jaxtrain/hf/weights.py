@@ -28,7 +28,7 @@ from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import Kind, Packed, pack
 from jaxtrain.optim.balance import SHARES
-from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
+from jaxtrain.tree import PyTree, is_a, map_named, named_leaves
 
 SHARD_BYTES = 5 * 10**9
 PREPROCESSOR = "preprocessor_config.json"
@@ -254,9 +254,7 @@ def save(
     theirs = chosen.config_json(config)
     check_new(folder)
     rows, shapes = chosen.rows_of(config)
-    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
-    leaves, shapes = {path_name(path): x for path, x in leaves}, named_leaves(shapes)
+    leaves, shapes = named_leaves(params, is_a(Packed)), named_leaves(shapes)
     leaves = {path: x for path, x in leaves.items() if not re.search(SHARES, path)}
     for path in sorted(shapes.keys() | leaves.keys()):
         got, wanted = (list(x[path].shape) if path in x else None for x in (leaves, shapes))
@@ -315,7 +313,7 @@ def save(
             x.theirs for x in rows.values() if x.ours.endswith("kernel") and x.ours not in coded
         ]
         skipped = [x.removesuffix(".weight") for x in (*left, *chosen.copies)]
-        packed = [x for x in leaves.values() if is_packed(x) and x.kind == quantize]
+        packed = [x for x in leaves.values() if isinstance(x, Packed) and x.kind == quantize]
         if packed:
             most = max(packed, key=lambda x: x.scale.shape[-2])
             group = most.shape[-2] // most.scale.shape[-2] if most.scale.shape[-2] > 1 else None

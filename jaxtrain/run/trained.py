@@ -25,7 +25,7 @@ from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.state import shapes_on
-from jaxtrain.tree import combine, is_a, map_kind, map_named, partition, path_name
+from jaxtrain.tree import combine, map_kind, map_named, named_nodes, partition
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
@@ -100,11 +100,8 @@ def additions(
         if change.rank is None or change.train:
             more = f"has trained {change.train[0]!r} too" if change.train else "has no additions"
             raise ValueError(f"the run in '{run}' {more}: export it without --adapter")
-        is_kernel = is_a(LowRank | Dora)
         found = map_kind(LowRank, lambda x: dataclasses.replace(x, base=None), shapes)
-        found = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_kernel)
-        kernels = {path_name(path): x for path, x in found if is_kernel(x)}
-        return model, _read(checkpoints, kernels, *at)
+        return model, _read(checkpoints, named_nodes(LowRank | Dora, found), *at)
 
 
 def _chosen(
