@@ -10,7 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from jaxtrain.finetune.change import Change
@@ -85,19 +84,13 @@ class LoRA(Change):
         return kernel_rules(rules, shapes)
 
 
-def _is_added(x: Any) -> bool:
-    return isinstance(x, LowRank)
-
-
 class Strengths(LoRA):
     """The same with the scale of each addition as a leaf beside it, which is data to a program in
     which several have others."""
 
     def params(self, params: PyTree, rng: Any = None, stacked: Stack | None = None) -> PyTree:
-        def opened(x: Any) -> Any:
-            if not _is_added(x):
-                return x
+        def opened(x: LowRank) -> LowRank:
             factor = None if rng is None else jnp.full(x.a.shape[:-2], x.scale)
             return dataclasses.replace(x, scale=1.0, factor=factor)
 
-        return jax.tree.map(opened, super().params(params, rng, stacked), is_leaf=_is_added)
+        return map_kind(LowRank, opened, super().params(params, rng, stacked))
