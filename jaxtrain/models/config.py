@@ -96,11 +96,7 @@ class LayerFields:
                 "none: set both"
             )
         gated = _round_up(-(-8 * self.width // 3), 64)
-        fill(
-            self,
-            kv_heads=self.heads,
-            mlp_width=gated if self.mlp in GATED else 4 * self.width,
-        )
+        fill(self, kv_heads=self.heads, mlp_width=gated if self.mlp in GATED else 4 * self.width)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; "

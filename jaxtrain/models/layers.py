@@ -21,20 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models.attending import (
-    Attend,
-    Attention,
-    LatentAttention,
-    row_angles,
-    row_attention,
-)
-from jaxtrain.models.config import (
-    BlockConfig,
-    TokenFields,
-    before_stack,
-    group_of,
-    stacked_layers,
-)
+from jaxtrain.models.attending import Attend, Attention, LatentAttention, row_angles, row_attention
+from jaxtrain.models.config import BlockConfig, TokenFields, before_stack, group_of, stacked_layers
 from jaxtrain.models.delta_net import DeltaNet, Past
 from jaxtrain.models.experts import Experts, hidden_states, opened, with_routes
 from jaxtrain.models.parts import MLP, Dense, Norm, dense, fold, normal

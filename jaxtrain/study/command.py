@@ -16,14 +16,7 @@ import tyro
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import exit_codes, output
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import (
-    as_path,
-    check_on_disk,
-    exists,
-    listed,
-    read_json,
-    write_whole,
-)
+from jaxtrain.host.paths import as_path, check_on_disk, exists, listed, read_json, write_whole
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.planning.targets import stay_on_cpu
 from jaxtrain.run.main import build_experiment, flag_word, load_config
