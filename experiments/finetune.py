@@ -27,10 +27,9 @@ from jaxtrain import data, hf
 from jaxtrain.data.chat import FORMS
 from jaxtrain.finetune.preferences import Preference
 from jaxtrain.hf import hub
-from jaxtrain.host.paths import as_path, exists
+from jaxtrain.host.paths import as_path
 from jaxtrain.run import main as run
 from jaxtrain.run import trained
-from jaxtrain.run.folder import CHECKPOINTS
 from jaxtrain.run.options import OptimizerOptions, RunOptions
 from jaxtrain.run.provenance import read_record
 from jaxtrain.run.refusal import refusing
@@ -155,12 +154,12 @@ def model_of(path: str) -> tuple[trained.Model, str]:
     """Returns the model in a folder, and its form; nothing is asked of devices, which processes
     that have not met yet would not find."""
     path = hub.local_folder(path, agree=False)
-    if exists(as_path(path) / CHECKPOINTS):
+    if trained.is_trained(path):
         record = read_record(as_path(path)) or {}
         model = trained.read_model(record, where=f"the config of the run in '{path}'")
     else:
         model = hf.read_config(path)
-    return model, next(form for form, (kind, _) in trained.FORMS.items() if isinstance(model, kind))
+    return model, trained.form_of(model)
 
 
 def kind_of(config: Config, form: str) -> str:

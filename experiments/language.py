@@ -27,11 +27,12 @@ from jaxtrain.finetune.constrain import Constrain
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf.family import OURS
-from jaxtrain.hf.opening import find_model, form_of
+from jaxtrain.hf.opening import find_model
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.population import Population
 from jaxtrain.models import decoder, mup
+from jaxtrain.models.config import head_of
 from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
@@ -168,17 +169,13 @@ class Source:
         if not self.is_run:
             return hf.open_weights(self.path, model)
         params = trained.load(self.path)[1]
-        if _head(self.model) != _head(model):
+        if head_of(self.model) != head_of(model):
             params.pop("head", None)
         if model.positions == "learned" and hasattr(model, "seq_len"):
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]
             params["embed"]["positions"] = table[: len(table) - removed]
         return params
-
-
-def _head(model: trained.Model) -> tuple[Any, Any]:
-    return getattr(model, "head", None), getattr(model, "classes", None)
 
 
 def pieces_of(
@@ -206,7 +203,7 @@ def with_tokens(
     """Returns parameters for all tokens of a model, made of those of ``own`` others: a row of the
     table, and of a head of its own, is the mean of the rows of its pieces, or of all rows where it
     has none."""
-    init = next(module.init for kind, module in trained.FORMS.values() if isinstance(model, kind))
+    init = trained.FORMS[trained.form_of(model)][1].init
     lengths_V = np.array([len(each) for each in pieces])
     places = np.repeat(np.arange(len(pieces)), lengths_V)
     flat = np.fromiter(itertools.chain.from_iterable(pieces), np.int64)
@@ -237,7 +234,7 @@ def with_tokens(
 def open_source(path: str, form: str) -> Source:
     """Opens what ``--init-from`` names, having downloaded a model of the hub; no weight is read."""
     path, model, is_run = find_model(path)
-    own = form_of(model)
+    own = trained.form_of(model)
     if own != form:
         raise ValueError(
             f"the model in '{path}' is of the form {own}, not {form}: train it with "
@@ -301,11 +298,7 @@ def _tokenizer(config: Config) -> data.Tokenizer | None:
 
 def check_same_tokens(source: Source, tokenizer: data.Tokenizer) -> None:
     """Raises ValueError where a model has been trained on another tokenizer's tokens."""
-    path, own = as_path(source.path) / TOKENIZER_FILE, None
-    if exists(path):
-        own = data.SubwordTokenizer.load(path)
-    elif source.is_run:
-        own = data.ByteTokenizer()
+    own = source.tokenizer()
     if own is None or own.fingerprint != tokenizer.fingerprint:
         why = "has learned the tokens of another tokenizer than this text's"
         raise ValueError(
@@ -475,7 +468,7 @@ def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.
         return experiment
     if lora.rank is None:
         raise ValueError("--lora.rank is not given, and other flags of --lora are: give it too")
-    if source is not None and _head(source.model) != _head(model):
+    if source is not None and head_of(source.model) != head_of(model):
         lora = dataclasses.replace(lora, train=(*lora.train, "^head/"))
     changed = apply(experiment, lora)
     if config.quantize is not None:

@@ -159,9 +159,6 @@ class Stages:
 def loss_from_stages(stages: Stages) -> Callable[[PyTree, PyTree, jax.Array | None], Any]:
     """Makes the loss function of a model given as stages, for everything that is no pipeline.
 
-    Args:
-      stages: the model.
-
     Returns:
       ``(params, batch, rng) -> WeightedLoss``, as :func:`jaxtrain.build_train_step` and
       :func:`jaxtrain.build_eval_step` take it. Parameters are laid out as ``stages.stacked`` says.

@@ -63,13 +63,19 @@ def is_count(name: str) -> bool:
     return name.rpartition(SEPARATOR)[2] == COUNTS
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Returns the leaves of ``tree`` by path name, in flattening order.
 
     >>> named_leaves({"a": {"b": 1}, "c": [2, 3]})
     {'a/b': 1, 'c/0': 2, 'c/1': 3}
     """
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+def named_nodes(kind: Any, tree: Any) -> dict[str, Any]:
+    """Returns all that is of a type in ``tree`` by path name, as :func:`nodes_of` does."""
+    return {name: x for name, x in named_leaves(tree, is_a(kind)).items() if is_a(kind)(x)}
 
 
 def by_paths(leaves: Mapping[str, Any], like: Any) -> Any:
@@ -116,14 +122,19 @@ def owner_of(name: str, params: Container[str]) -> str | None:
     return next((suffix for suffix in suffixes if suffix in params), None)
 
 
-def map_named(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def map_named(
+    function: Callable[..., Any],
+    tree: Any,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
     """Maps ``function(name, leaf, *rest_leaves)`` over ``tree``; ``rest`` share its structure.
 
     >>> map_named(lambda name, leaf: name.endswith("bias"), {"w": 1, "bias": 2})
     {'bias': True, 'w': False}
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, *leaves: function(path_name(path), *leaves), tree, *rest
+        lambda path, *leaves: function(path_name(path), *leaves), tree, *rest, is_leaf=is_leaf
     )
 
 

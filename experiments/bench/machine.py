@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.extend.backend
 
+from jaxtrain.data.writing import cpus
 from jaxtrain.host.memory import keep_freed_memory
 from jaxtrain.host.paths import read_if_there
 from jaxtrain.run.provenance import commit
@@ -41,7 +42,7 @@ def facts() -> dict[str, Any]:
         "driver": driver() if backend == "gpu" else None,
         "python": sys.version.split()[0],
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-        "processor": f"{usable_cores()} cores of {processor()}",
+        "processor": f"{cpus()} cores of {processor()}",
         "freed_memory_kept": keep_freed_memory(),
         "flags": {name: os.environ.get(name) for name in VARIABLES},
     }
@@ -63,11 +64,6 @@ def processor() -> str:
     lines = read_if_there(path).decode().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def share_memory() -> None:

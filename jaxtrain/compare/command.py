@@ -152,7 +152,7 @@ def pooled(results: Sequence[Result], seeds: int) -> list[Result]:
     return found
 
 
-def print_rounding(results: Sequence[Result], *, console: Console | None = None) -> None:
+def print_rounding(results: Sequence[Result]) -> None:
     """Prints a row for each layer, and a column for each variant: of shares that are all 0 none."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("layer")
@@ -165,7 +165,7 @@ def print_rounding(results: Sequence[Result], *, console: Console | None = None)
         text = "{:.1f} dB" if "decibels" in name else "{:.3%}"
         for i in range(max(map(len, rows))):
             table.add_row(f"{name} {i}", *(text.format(row[i]) if row else "-" for row in rows))
-    console = console or Console(width=None if Console().is_terminal else 130)
+    console = Console(width=None if Console().is_terminal else 130)
     console.print()
     console.print(table, highlight=False)
 

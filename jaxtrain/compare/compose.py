@@ -34,6 +34,7 @@ from jaxtrain.compare.capabilities import STORE, Capability, Together, grown_sto
 from jaxtrain.compare.whole_runs import Errors
 from jaxtrain.experiment import Experiment
 from jaxtrain.layout import Layout
+from jaxtrain.planning.fitting import grouped
 from jaxtrain.run.main import build_experiment, load_config
 
 STEPS = 2
@@ -89,7 +90,7 @@ def compose(cells: Iterable[Together]) -> Iterator[Cell]:
 
 
 def _by_task(cells: Iterable[Together]) -> list[list[Together]]:
-    return _grouped(cells, lambda cell: cell.shared)
+    return grouped(cells, lambda cell: cell.shared)
 
 
 def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
@@ -101,7 +102,7 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
         else:
             here.append(cell)
     laid: list[Laid] = []
-    for cells in _grouped(here, lambda cell: cell.beside):
+    for cells in grouped(here, lambda cell: cell.beside):
         try:
             experiment = _experiment(cells)
         except ValueError as error:
@@ -122,7 +123,7 @@ def _try_task(those: Sequence[Together]) -> Iterator[Cell]:
         chosen = optimizers[number::bundles]
         some = [each for each in laid if each.cell.beside in chosen]
         alone += (yield from _side_by_side(some)) if len(chosen) > 1 else some
-    for some in _grouped(alone, lambda each: id(each.experiment)):
+    for some in grouped(alone, lambda each: id(each.experiment)):
         yield from _one_by_one(some)
 
 
@@ -154,7 +155,7 @@ def _side_by_side(those: Sequence[Laid]) -> Generator[Cell, None, list[Laid]]:
     experiments = {id(each.experiment): each.experiment for each in those}
     optimizer = side_by_side.side_by_side(list(experiments.values()))
     experiment = those[0].experiment.with_(optimizer=optimizer, freeze=None)
-    by_layout = _grouped(those, lambda each: each.cell.layout)
+    by_layout = grouped(those, lambda each: each.cell.layout)
     reference = parity.reference_of(experiment, STEPS)
     programs = parity.compiled(experiment, [some[0].layout for some in by_layout])
     left = []
@@ -187,13 +188,6 @@ def _one_by_one(those: Sequence[Laid]) -> Iterator[Cell]:
     for each in those:
         if each.cell.checks:
             yield _tried(each.cell, functools.partial(_checked, *each))
-
-
-def _grouped(those: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    groups: dict[Any, list[Any]] = {}
-    for each in those:
-        groups.setdefault(key(each), []).append(each)
-    return list(groups.values())
 
 
 # Parameters as drawn, by what their model is of: their program takes longer to compile than to run.

@@ -82,14 +82,14 @@ class BlockCache:
 
         Args:
           sums: the CRC-32 of each block of the file; or the size of a file whose writer has left
-            none, of which kept blocks have their own.
+            none.
 
         Raises:
           ValueError: a block is not what was written, twice in a row.
           StorageError: the bucket went on failing.
         """
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        found = {n: self._known(name, n, sums) for n in range(first, last)}
+        found = {n: self._known(name, n) for n in range(first, last)}
         missing, runs = [n for n, data in found.items() if data is None], []
         while missing:  # together, what lies together
             runs.append([n for at, n in enumerate(missing[:_RUN_BLOCKS]) if n == missing[0] + at])
@@ -116,40 +116,35 @@ class BlockCache:
             name = hashlib.sha256(name.encode()).hexdigest()
         return self._kept / f"{self._key}-{name}"
 
-    def _known(self, name: str, number: int, sums: Sequence[int] | int) -> bytes | None:
+    def _known(self, name: str, number: int) -> bytes | None:
         try:
             data = self._path(f"{name}-{number}").read_bytes()
         except OSError:
             return None
-        if isinstance(sums, int):
-            data, own = data[:-4], data[-4:]
-            return data if _crc(data) == own else None
-        return data if zlib.crc32(data) == sums[number] else None
+        return data[:-4] if _crc(data[:-4]) == data[-4:] else None
 
     def _fetch(self, name: str, run: list[int], sums: Sequence[int] | int) -> dict[int, bytes]:
         global _asked
         _asked += 1
         start, stop = run[0] * BLOCK_BYTES, (run[-1] + 1) * BLOCK_BYTES
+        wrong, mend = "checksum", "make the store again"
+        if sized := isinstance(sums, int):
+            wrong, mend = "size", "copy it there again"
         for _ in range(2):  # a read that was torn once says nothing of the file
             data = read_object(self._folder / name, start, stop)
             found = {n: data[at * BLOCK_BYTES :][:BLOCK_BYTES] for at, n in enumerate(run)}
-            if isinstance(sums, int):
-                if len(data) == min(stop, sums) - start:
-                    break
-            elif all(zlib.crc32(block) == sums[n] for n, block in found.items()):
+            if sized and len(data) == min(stop, sums) - start:
+                break
+            if not sized and all(zlib.crc32(block) == sums[n] for n, block in found.items()):
                 break
         else:
-            wrong, mend = "checksum", "make the store again"
-            if isinstance(sums, int):
-                wrong, mend = "size", "copy it there again"
             raise ValueError(
                 f"'{self._folder / name}' is damaged (its {wrong} differs within bytes {start} to "
                 f"{stop}); {mend}"
             )
         for number, block in found.items():
             with contextlib.suppress(OSError):  # a disk that is full keeps less
-                own = _crc(block) if isinstance(sums, int) else b""
-                self._keep(self._path(f"{name}-{number}"), block + own)
+                self._keep(self._path(f"{name}-{number}"), block + _crc(block))
         return found
 
     def _keep(self, path: pathlib.Path, data: bytes) -> None:

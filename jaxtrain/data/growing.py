@@ -146,7 +146,6 @@ class GrowingRows:
     are those of the store itself.
 
     Args:
-      marks: the watermarks.
       make: cuts a corpus into rows, as :func:`jaxtrain.data.pack` does.
     """
 

@@ -182,7 +182,6 @@ def append_store(
 
     Args:
       split: the documents of both sets.
-      path: the store.
       source: what the manifest of the part says of where the text comes from.
       workers: as for :func:`write_store`.
 

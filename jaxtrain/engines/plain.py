@@ -110,7 +110,6 @@ def trainable(params: PyTree, frozen: Collection[str] = ()) -> tuple[PyTree, PyT
     """Splits parameters into what has a gradient and the rest: the frozen ones and integers.
 
     Args:
-      params: the parameters.
       frozen: paths of those that do not train.
 
     Returns:

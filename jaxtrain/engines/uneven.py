@@ -25,12 +25,7 @@ from jaxtrain.engines.members import AXIS
 from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, plain
 from jaxtrain.loss import LossFn
 from jaxtrain.ops.grouped import TRIPS
-from jaxtrain.sharding.placement import (
-    apart_along,
-    free_axes,
-    manual_batch_axes,
-    sizes_are_final,
-)
+from jaxtrain.sharding.placement import apart_along, free_axes, manual_batch_axes, sizes_are_final
 from jaxtrain.sharding.row_keys import microbatch_keys, row_count
 from jaxtrain.tree import PyTree
 

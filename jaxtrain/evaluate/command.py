@@ -17,7 +17,7 @@ from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path, exists, make_folder
+from jaxtrain.host.paths import as_path, make_folder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.predict.heads import Model
 from jaxtrain.run import trained
@@ -85,7 +85,7 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
     opened, mesh = options.open(*(form for form in trained.FORMS if form not in ("clip", "llava")))
     path = options.out
-    if path is None and exists(as_path(opened.folder) / "checkpoints"):
+    if path is None and trained.is_trained(opened.folder):
         path = str(as_path(opened.folder) / RESULTS)
     is_decoder = isinstance(opened.model, DecoderConfig)
     if options.group is not None and (is_decoder or not options.data):

@@ -1,8 +1,9 @@
 """A change is a value that turns one experiment into another, such as DPO's reference or LoRA."""
 
+import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 
@@ -24,9 +25,16 @@ class Change:
     """What does not train, as ``make_optimizer(freeze=)`` takes it."""
     flops: ClassVar[tuple[float, str]] = (1, "")
     """The factor that it has on FLOPs, and what is added to the name of their formula."""
-    record: ClassVar[Mapping[str, Any]] = {}
-    """JSON-able data for the config of checkpoints, by which
+    key: ClassVar[str | None] = None
+    """The name, in the config of checkpoints, of a change that is a dataclass of flags, by which
     :func:`jaxtrain.run.trained.load` finds the parameters of the plain model again."""
+    record = property(lambda self: {self.key: dataclasses.asdict(self)} if self.key else {})
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Returns the change of a checkpoint's config; that without an effect where it has none."""
+        fields = config.get(cls.key, {}).items()
+        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields})
 
     def params(
         self, params: PyTree, rng: jax.Array | None = None, stacked: Stack | None = None

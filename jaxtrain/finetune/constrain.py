@@ -3,8 +3,8 @@ stored."""
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,7 @@ class Constrain(Change):
     """Inputs that share a scale; left out, 64, and all of them for int8."""
 
     freeze = property(lambda self: (r"/kept$",) if self.keep_zeros else ())
-    record: ClassVar = property(lambda self: {"constrained": dataclasses.asdict(self)})
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Constrain":
-        """Returns the change of a checkpoint's config; that without an effect where it has none."""
-        return cls(**config.get("constrained", {}))
+    key = "constrained"
 
     def params(self, params: PyTree, rng: Any = None, stacked: Stack | None = None) -> PyTree:
         def make(name: str, kernel: Any) -> Any:

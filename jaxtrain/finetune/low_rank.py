@@ -7,10 +7,9 @@ https://arxiv.org/abs/2402.09353.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from jaxtrain.finetune.change import Change
@@ -19,7 +18,7 @@ from jaxtrain.ops.packed import Packed
 from jaxtrain.optim import masks
 from jaxtrain.sharding.rules import Rule, Rules
 from jaxtrain.sharding.stack import Stack
-from jaxtrain.tree import PyTree, map_kind, map_named, named_leaves, nodes_of, path_name
+from jaxtrain.tree import PyTree, map_kind, map_named, named_leaves, named_nodes, nodes_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +40,7 @@ class LoRA(Change):
     """Regexes of the paths of other parameters that train, such as ^head/ or norm."""
 
     flops: ClassVar = (2 / 3, ", two thirds of it where weights have no gradient")
-    record = property(lambda self: {"low_rank": dataclasses.asdict(self)})
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "LoRA":
-        """Returns the change of a checkpoint's config; that without a rank where it has none."""
-        fields = config.get("low_rank", {}).items()
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields})
+    key = "low_rank"
 
     def params(self, params: PyTree, rng: Any = None, stacked: Stack | None = None) -> PyTree:
         stack = stacked or Stack()
@@ -76,8 +69,7 @@ class LoRA(Change):
 
     def freeze(self, params: PyTree) -> PyTree:
         """Returns the mask of what stays: all but the additions and what ``train`` names."""
-        leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_added)
-        added = {f"{path_name(path)}/{x}" for path, leaf in leaves if _is_added(leaf) for x in "ab"}
+        added = {f"{name}/{x}" for name in named_nodes(LowRank, params) for x in "ab"}
         added |= {name for name in named_leaves(params) if name.endswith("/magnitude")}
         masks.check_matches("train", self.train, params)
         trains = lambda name: name in added or any(re.search(p, name) for p in self.train)  # noqa: E731
@@ -92,19 +84,13 @@ class LoRA(Change):
         return kernel_rules(rules, shapes)
 
 
-def _is_added(x: Any) -> bool:
-    return isinstance(x, LowRank)
-
-
 class Strengths(LoRA):
     """The same with the scale of each addition as a leaf beside it, which is data to a program in
     which several have others."""
 
     def params(self, params: PyTree, rng: Any = None, stacked: Stack | None = None) -> PyTree:
-        def opened(x: Any) -> Any:
-            if not _is_added(x):
-                return x
+        def opened(x: LowRank) -> LowRank:
             factor = None if rng is None else jnp.full(x.a.shape[:-2], x.scale)
             return dataclasses.replace(x, scale=1.0, factor=factor)
 
-        return jax.tree.map(opened, super().params(params, rng, stacked), is_leaf=_is_added)
+        return map_kind(LowRank, opened, super().params(params, rng, stacked))

@@ -6,8 +6,8 @@ https://arxiv.org/abs/2305.14314).
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -33,13 +33,7 @@ class Quantize(Change):
     keep: tuple[str, ...] = ()
     """Regexes of the paths of kernels that stay as they are, such as those that train."""
 
-    record: ClassVar = property(lambda self: {"quantized": dataclasses.asdict(self)})
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Quantize":
-        """Returns the change of a checkpoint's config; that without a kind where it has none."""
-        fields = config.get("quantized", {}).items()
-        return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in fields})
+    key = "quantized"
 
     def params(self, params: PyTree, rng: Any = None, stacked: Stack | None = None) -> PyTree:
         if self.kind is None:

@@ -160,7 +160,6 @@ def kept(kernel_DF: np.ndarray, norms_D: Any, n: int, m: int) -> np.ndarray:
     https://arxiv.org/abs/2306.11695).
 
     Args:
-      kernel_DF: the weights.
       norms_D: of the inputs; ones mean by magnitude.
       n, m: such as 2 and 4; m divides D.
     """

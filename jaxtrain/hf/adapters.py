@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxtrain.finetune.low_rank import LoRA
@@ -25,7 +24,7 @@ from jaxtrain.hf.table import by_tensor
 from jaxtrain.hf.weights import check_new
 from jaxtrain.host.paths import as_path, is_file, json_text, read_json
 from jaxtrain.ops.linear import Dora, LowRank
-from jaxtrain.tree import PyTree, is_a, named_leaves, path_name
+from jaxtrain.tree import PyTree, is_a, map_named, named_leaves
 
 MAGNITUDE = "lora_magnitude_vector"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
@@ -206,14 +205,14 @@ def read(
 def placed(params: PyTree, found: Mapping[str, tuple[np.ndarray, ...]]) -> PyTree:
     """Returns parameters of which each kernel has the parts that :func:`read` has found."""
 
-    def place(path: Any, x: Any) -> Any:
+    def place(name: str, x: Any) -> Any:
         if not isinstance(x, LowRank | Dora):
             return x
-        a, b, *magnitude = found[path_name(path)]
+        a, b, *magnitude = found[name]
         low = dataclasses.replace(getattr(x, "low", x), a=a, b=b)
         return Dora(low, *magnitude) if magnitude else low
 
-    return jax.tree_util.tree_map_with_path(place, params, is_leaf=is_a(LowRank | Dora))
+    return map_named(place, params, is_leaf=is_a(LowRank | Dora))
 
 
 def _of_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

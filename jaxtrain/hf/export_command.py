@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.data import ByteTokenizer, SubwordTokenizer, Tokenizer
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.hf import adapters, gguf_file, hub, merging, onnx_file, stablehlo, weights
-from jaxtrain.host import quiet
+from jaxtrain.host import least, quiet
 from jaxtrain.host.paths import as_path, check_on_disk, exists, is_file, json_text, read_json
 from jaxtrain.models.clip import ClipConfig
 from jaxtrain.models.decoder import DecoderConfig
@@ -134,11 +134,9 @@ def run_export(options: ExportOptions, rest: list[str]) -> int:
 
 def _check_flags(options: ExportOptions) -> None:
     if (options.run is None) == (options.model is None):
-        given = "neither --run nor --model is" if options.run is None else "--run and --model are"
-        raise ValueError(f"{given} given: name a run, or a Hugging Face folder")
-    usual = {field.name: field.default for field in dataclasses.fields(options)}
-    changed = [name for name, value in usual.items() if getattr(options, name) != value]
-    for name in changed:
+        which = "neither --run nor --model is" if options.run is None else "--run and --model are"
+        raise ValueError(f"{which} given: name a run, or a Hugging Face folder")
+    for name in least.given(options):
         flag = "--" + name.replace("_", "-")
         if options.model is not None and name in OF_RUNS:
             raise ValueError(f"{flag} is given with --model: it is for runs; leave it out")
@@ -197,7 +195,7 @@ def _of_run(options: ExportOptions) -> _Source:
 
 def _of_model(name: str) -> _Source:
     folder = hub.local_folder(name)
-    if exists(as_path(folder) / "checkpoints"):
+    if trained.is_trained(folder):
         raise ValueError(f"--model is {folder}, which is a run: give it as --run")
     family, model = weights.read_model(folder)
     theirs, files = read_json(as_path(folder) / "config.json"), trained.beside(folder)
@@ -223,7 +221,7 @@ def _tokens(name: str, model: trained.Model, tokenizer: Any) -> np.ndarray:
 def _begun(source: str) -> Mapping[str, Any]:
     """The weights by path of what a run began from."""
     path = hub.local_folder(source)
-    is_run = exists(as_path(path) / "checkpoints")
+    is_run = trained.is_trained(path)
     return named_leaves(trained.load(path)[1] if is_run else weights.open_weights(path))
 
 

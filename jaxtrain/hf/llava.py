@@ -68,9 +68,7 @@ def _read(theirs: dict[str, Any]) -> dict[str, Any]:
             f"vision_feature_layer={layer!r} must be the number of one of {image.layers} layers"
         )
     used = layer if layer > 0 else image.layers + 1 + layer
-    token = {theirs.pop(f"image_token_{name}", None) for name in ("index", "id")} - {None} or {
-        32000
-    }
+    token = {theirs.pop(f"image_token_{name}", None) for name in ("index", "id")} - {None}
     if len(token) > 1:
         raise ValueError(f"image_token_index and image_token_id are {sorted(token)}: give one")
     usual = SEVEN_B if kind == "llama" else {}

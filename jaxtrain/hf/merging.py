@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.models import decoder
 from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import Packed
-from jaxtrain.tree import PyTree, is_a, path_name
+from jaxtrain.tree import PyTree, is_a, map_named
 
 
 def onto_original(params: PyTree, originals: Mapping[str, Any]) -> PyTree:
@@ -28,11 +28,11 @@ def onto_original(params: PyTree, originals: Mapping[str, Any]) -> PyTree:
     """
     is_packed = is_a(Packed)
 
-    def original(path: Any, kernel: Any) -> Any:
-        name = re.sub("(/low)?/base$", "", path_name(path))
+    def original(name: str, kernel: Any) -> Any:
+        name = re.sub("(/low)?/base$", "", name)
         return jnp.asarray(originals[name], jnp.float32) if is_packed(kernel) else kernel
 
-    return merge(jax.tree_util.tree_map_with_path(original, params, is_leaf=is_packed))
+    return merge(map_named(original, params, is_leaf=is_packed))
 
 
 def divergence(

@@ -25,7 +25,7 @@ from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.run import trained
 from jaxtrain.sharding.mesh import make_mesh
 from jaxtrain.sharding.rules import param_shardings
-from jaxtrain.tree import is_a, path_name
+from jaxtrain.tree import named_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def open_model(
       ValueError: there is no such model, it has another form, or its tokenizer is another's.
     """
     folder, model, is_run = find_model(name)
-    if (form := form_of(model)) not in forms:
+    if (form := trained.form_of(model)) not in forms:
         raise ValueError(
             f"the model in '{folder}' is of the form {form}: give one of the form "
             f"{' or '.join(forms)}"
@@ -130,15 +130,14 @@ def open_adapter(folder: str, base: Opened) -> Additions:
     Raises:
       FileNotFoundError, ValueError: there are none, or they are another model's.
     """
-    if exists(as_path(folder) / "checkpoints"):
+    if trained.is_trained(folder):
         return trained.additions(folder)[1]
-    is_run = exists(as_path(base.folder) / "checkpoints")
+    is_run = trained.is_trained(base.folder)
     family = trained.stored(base.folder).get("family") if is_run else hf.family_name(base.folder)
     change, found = hf.adapters.read(folder, base.model, family=family)
     shapes = jax.eval_shape(lambda: decoder.init(base.model, jax.random.key(0)))
     placed = hf.adapters.placed(change.params(shapes), found)
-    leaves = jax.tree_util.tree_leaves_with_path(placed, is_leaf=is_a(LowRank | Dora))
-    return {path_name(path): leaf for path, leaf in leaves if isinstance(leaf, LowRank | Dora)}
+    return named_nodes(LowRank | Dora, placed)
 
 
 def find_model(name: str) -> tuple[str, trained.Model, bool]:
@@ -151,7 +150,7 @@ def find_model(name: str) -> tuple[str, trained.Model, bool]:
       ValueError: there is no such model.
     """
     folder = hub.local_folder(name)
-    is_run = exists(as_path(folder) / "checkpoints")
+    is_run = trained.is_trained(folder)
     if not is_run and not exists(as_path(folder) / "config.json"):
         raise ValueError(
             f"'{folder}' is neither a run nor a Hugging Face folder: a run has a folder "
@@ -162,7 +161,7 @@ def find_model(name: str) -> tuple[str, trained.Model, bool]:
 
 def fields_of(folder: str) -> Mapping[str, Any]:
     """Returns the fields of a Hugging Face folder's config.json, or those that a run has for it."""
-    if exists(as_path(folder) / "checkpoints"):
+    if trained.is_trained(folder):
         return trained.stored(folder).get("special_tokens") or {}
     return read_json(as_path(folder) / "config.json")
 
@@ -176,8 +175,3 @@ def ends_of(folder: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     named = config.get("eos_token_id") if isinstance(config, dict) else None
     named = named if isinstance(named, list) else [named]
     return (tokenizer.eod, *sorted({x for x in named if type(x) is int} - {tokenizer.eod}))
-
-
-def form_of(model: trained.Model) -> str:
-    """Returns the name of a model's form, a key of :data:`jaxtrain.run.trained.FORMS`."""
-    return next(name for name, (kind, _) in trained.FORMS.items() if isinstance(model, kind))

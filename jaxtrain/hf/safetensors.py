@@ -19,15 +19,7 @@ import numpy as np
 
 from jaxtrain.data.blocks import BlockCache, key_of
 from jaxtrain.host import storage
-from jaxtrain.host.paths import (
-    file_system,
-    is_file,
-    is_remote,
-    json_text,
-    listed,
-    look,
-    read_json,
-)
+from jaxtrain.host.paths import file_system, is_file, is_remote, json_text, listed, look, read_json
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 # Of the parts of quantized weights.

@@ -20,7 +20,7 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import hub, weights
 from jaxtrain.host import quiet
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path, check_on_disk, exists
+from jaxtrain.host.paths import as_path, check_on_disk
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
 from jaxtrain.models import decoder
 from jaxtrain.ops.altered import grams
@@ -163,10 +163,10 @@ def _check_sizes(options: ShrinkOptions, small: Any, m: int | None, change: Quan
 def _open(source: str) -> tuple[Any, PyTree, Any, dict[str, Any], dict[str, str]]:
     """The model, its parameters, tokenizer, what its checkpoint says, and the files beside."""
     folder = hub.local_folder(source)
-    if exists(as_path(folder) / CHECKPOINTS):
+    if trained.is_trained(folder):
         model, params, tokenizer = trained.load(folder)
-        changes = {"low_rank", "quantized", "constrained"}
-        stored = {name: x for name, x in trained.stored(folder).items() if name not in changes}
+        stored = trained.stored(folder)
+        stored = {name: x for name, x in stored.items() if name not in trained.CHANGES}
     else:
         model, params = weights.read_config(folder), weights.load(weights.open_weights(folder))
         tokenizer = data.SubwordTokenizer.load(as_path(folder) / trained.TOKENIZER_FILE)

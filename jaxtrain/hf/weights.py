@@ -23,11 +23,12 @@ from jaxtrain.hf.family import Family, ModelConfig
 from jaxtrain.hf.quantized import config_of, dequantized, encoded, read_format
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import as_path, exists, is_file, json_text, listed, read_json
+from jaxtrain.models.config import head_of
 from jaxtrain.models.vit import ViTConfig
 from jaxtrain.ops.linear import merge
 from jaxtrain.ops.packed import Kind, Packed, pack
 from jaxtrain.optim.balance import SHARES
-from jaxtrain.tree import PyTree, map_named, named_leaves, path_name
+from jaxtrain.tree import PyTree, is_a, map_named, named_leaves
 
 SHARD_BYTES = 5 * 10**9
 PREPROCESSOR = "preprocessor_config.json"
@@ -140,7 +141,7 @@ def open_weights(folder: str | Path, config: ModelConfig | None = None) -> dict[
 
     # A head that the folder lacks is initialised anew; another head of the folder is ignored, also
     # where its tensor has the name and the shape of one that is lacking.
-    new_head = _head(config) != _head(own)
+    new_head = head_of(config) != head_of(own)
     own_rows = family.rows_of(own)[0] if new_head else {}
     others = {row.theirs for row in own_rows.values()}
 
@@ -253,9 +254,7 @@ def save(
     theirs = chosen.config_json(config)
     check_new(folder)
     rows, shapes = chosen.rows_of(config)
-    is_packed = lambda x: isinstance(x, Packed)  # noqa: E731
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_packed)
-    leaves, shapes = {path_name(path): x for path, x in leaves}, named_leaves(shapes)
+    leaves, shapes = named_leaves(params, is_a(Packed)), named_leaves(shapes)
     leaves = {path: x for path, x in leaves.items() if not re.search(SHARES, path)}
     for path in sorted(shapes.keys() | leaves.keys()):
         got, wanted = (list(x[path].shape) if path in x else None for x in (leaves, shapes))
@@ -314,7 +313,7 @@ def save(
             x.theirs for x in rows.values() if x.ours.endswith("kernel") and x.ours not in coded
         ]
         skipped = [x.removesuffix(".weight") for x in (*left, *chosen.copies)]
-        packed = [x for x in leaves.values() if is_packed(x) and x.kind == quantize]
+        packed = [x for x in leaves.values() if isinstance(x, Packed) and x.kind == quantize]
         if packed:
             most = max(packed, key=lambda x: x.scale.shape[-2])
             group = most.shape[-2] // most.scale.shape[-2] if most.scale.shape[-2] > 1 else None
@@ -456,10 +455,6 @@ def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"'{path}': {error}") from None
     return family, family.settle(config, lambda: safetensors.tensors_in(path.parent))
-
-
-def _head(config: ModelConfig) -> tuple[Any, ...]:
-    return getattr(config, "head", None), getattr(config, "classes", None)
 
 
 def _named_as(family: Family, config: ModelConfig, folder: Path) -> dict[str, Any]:

@@ -222,7 +222,7 @@ method='deactivate')
         return None
     cluster = None
     if None in given.values():
-        gpus = count_gpus(environ) if gpus is None else gpus
+        gpus = len(visible_gpus(environ)) if gpus is None else gpus
         finders = (
             # Before Slurm, as in JAX: under mpirun its variables describe mpirun's daemons.
             lambda: _open_mpi(environ, gpus),
@@ -248,12 +248,14 @@ method='deactivate')
     )
 
 
-def count_gpus(environ: Mapping[str, str]) -> int:
-    """Counts the NVIDIA GPUs that a process in this environment sees; starts no backend."""
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Returns the NVIDIA GPUs that a process in this environment sees, by the names that
+    CUDA_VISIBLE_DEVICES has for them; starts no backend."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+        return [each for each in visible.split(",") if each.strip() not in ("", "-1")]
+    found = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
+    return [str(number) for number in range(len(found))]
 
 
 def share_devices(devices: int, *, processes: int, index: int) -> tuple[int, ...]:

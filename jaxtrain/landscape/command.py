@@ -32,13 +32,7 @@ from jaxtrain.host import distributed, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, json_object, json_text, read_if_there, write_whole
 from jaxtrain.host.pictures import finish_axes, new_figure, save_figure
-from jaxtrain.landscape.lines import (
-    Subspace,
-    barrier,
-    build_losses,
-    direction_to,
-    random_direction,
-)
+from jaxtrain.landscape.lines import Subspace, barrier, build_losses, direction_to, random_direction
 from jaxtrain.landscape.sharpness import Curvature, Eigenvalue, build_product, largest_eigenvalue
 from jaxtrain.ops.attention import differentiated_twice
 from jaxtrain.optim import frozen_of

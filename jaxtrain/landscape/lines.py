@@ -48,7 +48,6 @@ def random_direction(
 
     Args:
       state: whose parameters, with layers in natural order.
-      rng: a key.
       stacked: which leading axes index layers (:mod:`jaxtrain.optim.masks`).
       frozen: paths of parameters that do not train.
 

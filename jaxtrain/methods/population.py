@@ -144,7 +144,6 @@ def populate(
       experiment: that of one member, whose parameters have the largest shapes of all; members with
         smaller ones have zeros behind, which additions keep: both factors are 0 there. What its
         optimizer freezes is there once; its optimizer is one of :func:`follow`.
-      members: those.
       together: ``"map"`` or ``"vmap"``.
       exploit_every: steps from one :func:`exploit` to the next; None for none. It comes before the
         step, and never after the last.

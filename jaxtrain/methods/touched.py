@@ -27,7 +27,7 @@ from jaxtrain.ops.row_exchange import axes_of_rows, distinct, divided, known, on
 from jaxtrain.optim.rows import tables_by_rows
 from jaxtrain.sharding.placement import constrain
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, map_named, name_of, named_leaves, owner_of, path_name
+from jaxtrain.tree import PyTree, map_named, name_of, named_leaves, owner_of
 
 
 def touched_rows(ids: Mapping[str, Sequence[str]]) -> Method:
@@ -126,11 +126,11 @@ def _training(state: TrainState, ids: Mapping[str, Sequence[str]]) -> frozenset[
             f"{', '.join(params)}: name these tables in jaxtrain.optim.by_rows and in `ids`"
         )
     by_rows = lambda node: getattr(node, "by_rows", False)  # noqa: E731
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state, is_leaf=by_rows):
-        table = owner_of(path_name(path), params)
+    for name, leaf in named_leaves(state.opt_state, by_rows).items():
+        table = owner_of(name, params)
         if table in training and not by_rows(leaf) and leaf.shape[:1] == params[table].shape[:1]:
             raise ValueError(
-                f"the optimizer keeps {path_name(path)!r} of the table {table!r}, and a step has "
+                f"the optimizer keeps {name!r} of the table {table!r}, and a step has "
                 "the rows that its own batch reads: leave out what keeps it"
             )
     return training

@@ -96,11 +96,7 @@ class LayerFields:
                 "none: set both"
             )
         gated = _round_up(-(-8 * self.width // 3), 64)
-        fill(
-            self,
-            kv_heads=self.heads,
-            mlp_width=gated if self.mlp in GATED else 4 * self.width,
-        )
+        fill(self, kv_heads=self.heads, mlp_width=gated if self.mlp in GATED else 4 * self.width)
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; "
@@ -261,9 +257,6 @@ class DeltaFields:
     def _check_delta(self) -> None:
         fill(self, delta_heads=self.heads, delta_key_dim=self.head_dim)
         fill(self, delta_key_heads=self.delta_heads, delta_value_dim=self.head_dim)
-        for name in ("delta_heads", "delta_key_heads", "delta_taps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
         if self.delta_heads % self.delta_key_heads:
             raise ValueError(
                 f"delta_heads={self.delta_heads} is not divisible by delta_key_heads="
@@ -418,6 +411,11 @@ def group_of(config: Any) -> tuple[BlockConfig, ...]:
 def stacked_layers(config: Any) -> int:
     """How many rows the stack of a model has: layers, or groups of them."""
     return (config.layers - before_stack(config)) // len(group_of(config))
+
+
+def head_of(config: Any) -> tuple[Any, Any]:
+    """The kind of a model's head, and its classes: models in which these differ share no head."""
+    return getattr(config, "head", None), getattr(config, "classes", None)
 
 
 def deltas_of(config: Any) -> list[bool]:

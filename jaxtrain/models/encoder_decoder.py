@@ -38,7 +38,7 @@ from jaxtrain.ops.attention import attention
 from jaxtrain.ops.lookup import embed_lookup
 from jaxtrain.ops.mask import Mask
 from jaxtrain.ops.numerics import drop
-from jaxtrain.sharding.placement import constrain, gather, pin_residual
+from jaxtrain.sharding.placement import constrain, pin_residual
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages, loss_from_stages, run_layers, run_stacks
@@ -247,12 +247,8 @@ def encoded(
     """
     batch = dict(batch) | {"tokens": batch["source"][:, :1]}
     model = stages(config)
-
-    def gathering(layer):
-        return lambda weights, *rest: layer(gather(weights), *rest)
-
     x = model.enter(0, params, None, batch, rng)
-    x = run_layers(model, params, x, batch, rng, wrap=gathering)
+    x = run_layers(model, params, x, batch, rng, wrap=layers.gathering)
     return model.enter(1, params, x, batch, rng)["source"]
 
 

@@ -21,20 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models.attending import (
-    Attend,
-    Attention,
-    LatentAttention,
-    row_angles,
-    row_attention,
-)
-from jaxtrain.models.config import (
-    BlockConfig,
-    TokenFields,
-    before_stack,
-    group_of,
-    stacked_layers,
-)
+from jaxtrain.models.attending import Attend, Attention, LatentAttention, row_angles, row_attention
+from jaxtrain.models.config import BlockConfig, TokenFields, before_stack, group_of, stacked_layers
 from jaxtrain.models.delta_net import DeltaNet, Past
 from jaxtrain.models.experts import Experts, hidden_states, opened, with_routes
 from jaxtrain.models.parts import MLP, Dense, Norm, dense, fold, normal
@@ -45,7 +33,7 @@ from jaxtrain.ops.numerics import drop
 from jaxtrain.ops.remat import keeping, layout_keeps
 from jaxtrain.ops.rotary import sinusoidal_positions
 from jaxtrain.ops.routing import Routes, route
-from jaxtrain.sharding.placement import check_length, constrain, pin_residual
+from jaxtrain.sharding.placement import check_length, constrain, gather, pin_residual
 from jaxtrain.stages import Stages
 from jaxtrain.tree import named_leaves
 
@@ -218,6 +206,11 @@ def block(
     layer = apply(Block, config, params)
     x_BTD, _, routes = layer(x_BTD, angles, attend, rng=rng, index=number, choose=choose)
     return x_BTD if routes is None else with_routes(x, x_BTD, routes, index)
+
+
+def gathering(layer: Callable) -> Callable:
+    """Wraps a layer for :func:`jaxtrain.stages.run_layers` so that it gathers its weights first."""
+    return lambda weights, *rest: layer(gather(weights), *rest)
 
 
 def positions(config: Any, batch: Mapping[str, jax.Array]) -> jax.Array:

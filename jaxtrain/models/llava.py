@@ -27,7 +27,7 @@ from jaxtrain.models import decoder, layers, parts, vit
 from jaxtrain.models.config import before_stack
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.vit import ViTConfig
-from jaxtrain.sharding.placement import constrain, gather, pin_residual, whole_rows
+from jaxtrain.sharding.placement import constrain, pin_residual, whole_rows
 from jaxtrain.sharding.rules import OptionalRules
 from jaxtrain.sharding.stack import Stack
 from jaxtrain.stages import Stages, loss_from_stages, run_layers, run_stacks
@@ -225,13 +225,9 @@ def embed_with_images(
 
     On a mesh it gathers the tower's layers one at a time.
     """
-
-    def gathering(layer):
-        return lambda weights, *rest: layer(gather(weights), *rest)
-
     batch = {"tokens": tokens_BT, "image": image_BHWC}
     x = embed(config, params, batch)
-    x = run_layers(stages(config), params, x, batch, None, wrap=gathering)
+    x = run_layers(stages(config), params, x, batch, None, wrap=layers.gathering)
     return between(config, params, x, batch)["text"]
 
 

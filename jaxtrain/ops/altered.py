@@ -16,7 +16,7 @@ from jaxtrain.ops.linear import Axes, Product, merge
 from jaxtrain.ops.packed import Kind, pack
 from jaxtrain.ops.scaled import Scaled
 from jaxtrain.sharding.stack import LayerOrder
-from jaxtrain.tree import PyTree, map_named, named_leaves
+from jaxtrain.tree import PyTree, map_named, named_leaves, nodes_of
 
 
 class _Altered:
@@ -26,7 +26,7 @@ class _Altered:
     dtype = property(lambda self: self.base.dtype)
 
     def multiply(self, x: jax.Array, product: Product) -> jax.Array:
-        if any(map(_is_scaled, jax.tree.leaves(self.base, is_leaf=_is_scaled))):
+        if nodes_of(Scaled, self.base):
             raise ValueError(
                 "a masked or rounded kernel has a recipe's products too, and what it multiplies is "
                 "made anew each time: choose a precision without a recipe, such as bf16"
@@ -105,10 +105,6 @@ class NotZero:
     def cut(self, order: LayerOrder) -> "NotZero":
         """Returns them as a :class:`jaxtrain.Stack` cuts them."""
         return NotZero(order.split(self.weight))
-
-
-def _is_scaled(x: Any) -> bool:
-    return isinstance(x, Scaled)
 
 
 @jax.custom_vjp

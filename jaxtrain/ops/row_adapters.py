@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtrain.ops.linear import Axes, Dora, Kernel, LowRank, Product, merge, norms
 from jaxtrain.ops.tiled import wide_einsum
-from jaxtrain.tree import PyTree, is_a, map_kind, path_name
+from jaxtrain.tree import PyTree, is_a, map_kind, map_named
 
 Additions = Mapping[str, LowRank | Dora]
 
@@ -82,8 +82,8 @@ def with_adapters(params: PyTree, adapters: Mapping[str, Additions]) -> PyTree:
     """
     left = {name: dict(kernels) for name, kernels in adapters.items()}
 
-    def place(path: Any, base: Any) -> Any:
-        found = [kernels.pop(path_name(path), None) for kernels in left.values()]
+    def place(path: str, base: Any) -> Any:
+        found = [kernels.pop(path, None) for kernels in left.values()]
         if not any(found):
             return base
         shape = jax.eval_shape(merge, base).shape
@@ -92,13 +92,13 @@ def with_adapters(params: PyTree, adapters: Mapping[str, Additions]) -> PyTree:
             if low and (low.a.shape[-2], low.b.shape[-1]) != shape[-2:]:
                 raise ValueError(
                     f"adapter {name!r} adds {low.a.shape[-2]} x {low.b.shape[-1]} to "
-                    f"{path_name(path)!r}, which is {shape[-2]} x {shape[-1]}: it was trained over "
+                    f"{path!r}, which is {shape[-2]} x {shape[-1]}: it was trained over "
                     "another model"
                 )
         return _stacked(base, shape, found)
 
     # Kernels such as packed ones are leaves here, as arrays are.
-    params = jax.tree_util.tree_map_with_path(place, params, is_leaf=is_a(Kernel))
+    params = map_named(place, params, is_leaf=is_a(Kernel))
     for name, kernels in left.items():
         if kernels:
             raise ValueError(

@@ -25,7 +25,7 @@ import optax
 
 from jaxtrain.optim import numerics
 from jaxtrain.sharding.stack import of_model
-from jaxtrain.tree import LayerRows, is_a, map_named, named_leaves, path_name
+from jaxtrain.tree import LayerRows, is_a, map_named, named_leaves
 
 Mask = Callable[[Any], Any] | Sequence[str]
 Stacked = Sequence[str] | Mapping[str, int | LayerRows]
@@ -202,8 +202,7 @@ def warn_of_stack(
 def check_matches(option: str, patterns: Sequence[str] | Mapping[str, int], params: Any) -> None:
     """Raises ValueError if a pattern matches no parameter: a typo that would do nothing. Those
     that something around the optimizer has masked out (``optax.MaskedNode``) are parameters too."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_a(optax.MaskedNode))
-    names = [path_name(path) for path, _ in leaves]
+    names = list(named_leaves(params, is_a(optax.MaskedNode)))
     for pattern, _ in _compile(option, patterns):
         if names and not any(pattern.search(name) for name in names):
             raise ValueError(

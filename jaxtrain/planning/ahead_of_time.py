@@ -184,7 +184,7 @@ def plan_step(
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            shortage = _shortage(str(error), target.chip)
+            shortage = _shortage(str(error))
             refusal = str(error).splitlines()[0].strip()
         traced = estimate.trace_step(step, state, batch, mesh, how.get("rules"))
         dumped = [path.read_text() for path in listed(Path(folder), "*.after_optimizations.txt")]
@@ -409,7 +409,7 @@ def _peak(flops: Flops, chip: Chip) -> float | None:
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _shortage(message: str, chip: Chip) -> int:
+def _shortage(message: str) -> int:
     """Bytes that are missing, as a compiler's message says."""
     size = r"\(?([\d.]+)([BKMGT])\)?"
     if found := re.search(rf"[Ee]xceeded hbm capacity by {size}", message):

@@ -149,14 +149,7 @@ def trace(
     state = abstract_state(experiment, devices, kind=kind) if state is None else state
     mesh = state.step.sharding.mesh
     step = build_step(experiment, state, mesh)
-    return trace_step(
-        step,
-        state,
-        experiment.data.batch,
-        mesh,
-        experiment.laid.rules,
-        final=final,
-    )
+    return trace_step(step, state, experiment.data.batch, mesh, experiment.laid.rules, final=final)
 
 
 def abstract_state(experiment: Experiment, devices: int, *, kind: str = "tpu") -> TrainState:

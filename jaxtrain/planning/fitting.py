@@ -213,7 +213,7 @@ def walk_schedules(
     Once something fits, other schedules are tried of what is fastest so far.
     """
     rows: list[Row] = []
-    for ways in _grouped(layouts, lambda x: (x.pipeline.schedule, x.pipeline.virtual)):
+    for ways in grouped(layouts, lambda x: (x.pipeline.schedule, x.pipeline.virtual)):
         tried = ways
         if (least := estimator.least_seconds(ways[-1])) > best:
             words, unit = "waits in its pipeline: takes at least", "x the best's time"
@@ -233,10 +233,11 @@ def walk_schedules(
     return rows
 
 
-def _grouped(layouts: Iterable[Layout], key: Callable[[Layout], Any]) -> list[list[Layout]]:
-    groups: dict[Any, list[Layout]] = {}
-    for layout in layouts:
-        groups.setdefault(key(layout), []).append(layout)
+def grouped(those: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+    """Puts together what has the same key, in the order in which keys come first."""
+    groups: dict[Any, list[Any]] = {}
+    for each in those:
+        groups.setdefault(key(each), []).append(each)
     return list(groups.values())
 
 
@@ -256,8 +257,8 @@ def walk_mesh(estimator: Estimator, layouts: Sequence[Layout], rejections: Rejec
     """
     limit = estimator.target.chip.memory_bytes or math.inf
     rows: list[Row] = []
-    for ways in _grouped(layouts, lambda x: x.gather):
-        split, *whole = _grouped(ways, lambda x: x.sequence_parallel)
+    for ways in grouped(layouts, lambda x: x.gather):
+        split, *whole = grouped(ways, lambda x: x.sequence_parallel)
         if split[0].gather == "step" and (times := estimator.kept_bytes(split[0]) / limit) > 1:
             words = "the state and weights gathered once per step are"
             rejections.add(Reason(words, times, "x the memory"), ways)
@@ -291,7 +292,7 @@ def _walk_microbatches(
     rows: list[Row] = []
     fewest = math.inf
     pipelined = (pipe := layouts[0].mesh.pipe) > 1
-    for ladder in _grouped(layouts, lambda x: (x.remat, x.pipeline.remat)):
+    for ladder in grouped(layouts, lambda x: (x.remat, x.pipeline.remat)):
         ladder = ladder[::-1] if pipelined else ladder
         while ladder:
             layout, passed, over = ladder[0], len(ladder), None

@@ -43,7 +43,7 @@ from jaxtrain.layout import Layout
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.candidates import make_candidates, make_meshes, name_of, parts_of
 from jaxtrain.planning.fitting import Estimator, Reason, Rejections, refuse_mesh, walk_schedules
-from jaxtrain.planning.ranking import WIDTH, Row, SearchResult, cost, print_search, rank
+from jaxtrain.planning.ranking import Row, SearchResult, cost, print_search, rank
 from jaxtrain.planning.targets import Target
 
 # Where nobody says how many layouts to compile, none is begun after so many seconds of compiling.
@@ -241,7 +241,6 @@ def run_search(
     A SIGTERM or SIGINT prints what was found so far and ends the process with 128 + its number. The
     other arguments are those of :func:`search` and :func:`cost`.
     """
-    console = Console(width=WIDTH, highlight=False)
     errors = Console(stderr=True, highlight=False)
     so_far: list[Callable[[], SearchResult]] = []
     asked = {"tokens": tokens, "price": price}
@@ -250,7 +249,7 @@ def run_search(
         if as_json:
             print(json.dumps(result.to_json() | {"cost": cost(result, **asked)}, default=str))
         else:
-            print_search(result, console, **asked)
+            print_search(result, **asked)
 
     def stop(number: int) -> None:
         try:

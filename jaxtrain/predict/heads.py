@@ -18,8 +18,8 @@ from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
 from jaxtrain.data.images import SUFFIXES
 from jaxtrain.data.sources import find_files, rows_in
-from jaxtrain.hf.opening import Opened, ends_of, fields_of, form_of
-from jaxtrain.host.paths import as_path, exists, is_folder
+from jaxtrain.hf.opening import Opened, ends_of, fields_of
+from jaxtrain.host.paths import as_path, is_folder
 from jaxtrain.models.decoding import check_positions, unscaled
 from jaxtrain.models.generate import beam_search, by_length, generate, padded_length, whole_rows
 from jaxtrain.run import trained
@@ -81,7 +81,7 @@ class Model:
     @functools.cached_property
     def run(self) -> Callable:
         """The compiled ``(params, batch) -> logits``."""
-        _, module = trained.FORMS[form_of(self.opened.model)]
+        _, module = trained.FORMS[trained.form_of(self.opened.model)]
         return jax.jit(functools.partial(module.logits, self.opened.model))
 
 
@@ -104,7 +104,7 @@ class Head(NamedTuple):
 def head_of(model: Model) -> Head:
     """Returns what a model predicts; raises ValueError where it predicts nothing of rows."""
     config = model.opened.model
-    kind = form_of(config)
+    kind = trained.form_of(config)
     kind = getattr(config, "head", kind) if kind != "vit" or config.head == "none" else kind
     of_answers = "seq_len", "stride", "unanswerable"
     known = {
@@ -182,7 +182,7 @@ def classify_images(model: Model, records: Sequence[Record]) -> Iterator[dict[st
         own, wanted = ("x".join(map(str, each)) for each in (found[0].shape, shape))
         raise ValueError(f"the images are {own}, and the model's are {wanted}: give such")
     pixels = hf.pixels(folder)
-    if exists(as_path(folder) / "checkpoints"):
+    if trained.is_trained(folder):
         pixels = trained.stored(folder).get("pixels")
     rows = data.Images(images, np.zeros(len(found), np.int32))
     rows = rows if pixels is None else data.Normalized(rows, **pixels)

@@ -341,7 +341,7 @@ def _gpus(options: LaunchOptions, environ: Mapping[str, str], local: int) -> tup
         return ()
     if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return ()
-    there = distributed.count_gpus(environ)
+    there = len(distributed.visible_gpus(environ))
     each = options.gpus_per_process
     if each is None:
         return distributed.share_devices(there, processes=options.processes, index=local)

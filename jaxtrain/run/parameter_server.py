@@ -141,7 +141,6 @@ class Server(Hook):
     """The batches of a run whose batches are gradients, and the hook that gives its parameters out.
 
     Args:
-      ray: the package.
       options: of the command.
       flags: of the experiment.
       folder: of the run.
@@ -258,7 +257,6 @@ def answers(
     """Yields what workers on Ray answer, as it arrives; one that is lost is replaced.
 
     Args:
-      ray: the package.
       make: starts a worker.
       give: gives a worker something to do; returns the reference of the answer, and what it is
         about. A worker is given the next when its answer has been dealt with.

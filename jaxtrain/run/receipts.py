@@ -27,7 +27,7 @@ from jaxtrain.compile import processor
 from jaxtrain.host import distributed, storage
 from jaxtrain.host.paths import as_path, json_object, read_if_there
 from jaxtrain.run.checkpoints import manifest as manifests
-from jaxtrain.run.checkpoints.checkpointer import digest_of, leaf_digests
+from jaxtrain.run.checkpoints.checkpointer import leaf_digests
 from jaxtrain.run.checkpoints.leaves import leaves_by_path, raw_array
 from jaxtrain.run.folder import RECEIPTS, write_text
 from jaxtrain.run.hook import Hook
@@ -111,7 +111,7 @@ class Receipts(Hook):
 
     def _digests(self, state: PyTree) -> Line:
         leaves = leaf_digests(self._stack.in_order(state))
-        return {"state": digest_of(leaves), "leaves": leaves}
+        return {"state": manifests.digest_of(leaves), "leaves": leaves}
 
     def _add(self, kind: str, step: int, content: Line) -> None:
         previous = self._lines[-1].get("sha256") if self._lines else _NOTHING
@@ -254,5 +254,5 @@ def _row_digest(checksums: Mapping[str, Any]) -> str:
     return _short({name: int(x) for name, x in checksums.items()})
 
 
-def _short(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+def _short(content: Mapping[str, Any]) -> str:
+    return manifests.digest_of(content)[:16]

@@ -25,13 +25,16 @@ from jaxtrain.run.options import RunOptions
 from jaxtrain.run.provenance import flatten
 from jaxtrain.sharding.rules import as_rules, param_shardings
 from jaxtrain.state import shapes_on
-from jaxtrain.tree import combine, is_a, map_kind, map_named, partition, path_name
+from jaxtrain.tree import combine, map_kind, map_named, named_nodes, partition
 
 # In the folder of a run whose tokenizer is not that of bytes.
 TOKENIZER_FILE = "tokenizer.json"
 # What is said of a tokenizer and of generation beside it, in a run's folder as in a model's.
 GENERATION = "generation_config.json"
 BESIDE = (TEMPLATE, TOKENIZER_CONFIG, GENERATION)
+
+# What a checkpoint's config calls the changes of its parameters, which ``load`` takes back.
+CHANGES = {change.key for change in (LoRA, Quantize, Constrain)}
 
 # What a checkpoint's config calls the form of its model: the class of its sizes, and the module.
 FORMS = {
@@ -60,8 +63,7 @@ def load(
       member: of a population, which; None for the best in the evaluation of the checkpoint.
     """
     with open_checkpoints(run) as checkpoints:
-        step = checkpoints.best_step() if step is None else step
-        stored, member = _member(checkpoints, step, member)
+        stored, at = _chosen(checkpoints, step, member)
         model, module, change, shapes = _shapes_of(checkpoints, stored)
         places = None
         if mesh is not None:
@@ -69,8 +71,8 @@ def load(
             places = param_shardings(plain, mesh, rules)
             parts = param_shardings(shapes, mesh, change.rules(rules, shapes))
             shapes = shapes_on(shapes, parts)
-        params = _read(checkpoints, shapes, step, member)
-    if stored.keys() & {"low_rank", "quantized", "constrained"}:
+        params = _read(checkpoints, shapes, *at)
+    if stored.keys() & CHANGES:
         params = jax.jit(merge, out_shardings=places)(params)
     if module in (vit, convnet, clip):  # the texts of the latter's experiment are bytes
         return model, params, None
@@ -84,10 +86,9 @@ def unmerged(run: str, step: int | None = None, *, member: int | None = None) ->
     """Reads a run's model and its parameters as they were trained: additions by themselves, and
     kernels packed that were. Arguments and errors are those of :func:`load`."""
     with open_checkpoints(run) as checkpoints:
-        step = checkpoints.best_step() if step is None else step
-        stored, member = _member(checkpoints, step, member)
+        stored, at = _chosen(checkpoints, step, member)
         model, _, _, shapes = _shapes_of(checkpoints, stored)
-        return model, _read(checkpoints, shapes, step, member)
+        return model, _read(checkpoints, shapes, *at)
 
 
 def additions(
@@ -96,29 +97,26 @@ def additions(
     """Reads what LoRA has added to a run's model: its kernels by path, without their bases, which a
     checkpoint may lack. Raises ValueError where it has added nothing, or more has been trained."""
     with open_checkpoints(run) as checkpoints:
-        step = checkpoints.best_step() if step is None else step
-        stored, member = _member(checkpoints, step, member)
+        stored, at = _chosen(checkpoints, step, member)
         model, _, change, shapes = _shapes_of(checkpoints, stored)
         if change.rank is None or change.train:
             more = f"has trained {change.train[0]!r} too" if change.train else "has no additions"
             raise ValueError(f"the run in '{run}' {more}: export it without --adapter")
-        is_kernel = is_a(LowRank | Dora)
         found = map_kind(LowRank, lambda x: dataclasses.replace(x, base=None), shapes)
-        found = jax.tree_util.tree_leaves_with_path(found, is_leaf=is_kernel)
-        kernels = {path_name(path): x for path, x in found if is_kernel(x)}
-        return model, _read(checkpoints, kernels, step, member)
+        return model, _read(checkpoints, named_nodes(LowRank | Dora, found), *at)
 
 
-def _member(
-    checkpoints: Checkpointer, step: int, member: int | None
-) -> tuple[Mapping[str, Any], int | None]:
-    """The config of a checkpoint and, of a population, the number of a member, as whose training
-    alone the config then is."""
+def _chosen(
+    checkpoints: Checkpointer, step: int | None, member: int | None
+) -> tuple[Mapping[str, Any], tuple[int, int | None]]:
+    """The config of a checkpoint, which is the best one where ``step`` is None, and its step with,
+    of a population, the number of a member, as whose training alone the config then is."""
+    step = checkpoints.best_step() if step is None else step
     stored = dict(checkpoints.config(step))
     if (population := stored.pop("population", None)) is None:
         if member is not None:
             raise ValueError(f"`member` is {member}: the run has no population; leave it out")
-        return stored, None
+        return stored, (step, None)
     members = population["members"]
     best = checkpoints.metrics(step).get(f"eval/{population['set']}{BEST}")
     if member is None and best is None:
@@ -130,7 +128,8 @@ def _member(
     if not 0 <= member < len(members):
         raise ValueError(f"`member` is {member}: give one from 0 to {len(members) - 1}")
     own = {n: members[member][f"lora.{n}"] for n in ("rank", "alpha") if f"lora.{n}" in members[0]}
-    return stored | ({"low_rank": stored["low_rank"] | own} if "low_rank" in stored else {}), member
+    stored |= {"low_rank": stored["low_rank"] | own} if "low_rank" in stored else {}
+    return stored, (step, member)
 
 
 def _read(checkpoints: Checkpointer, shapes: Any, step: int, member: int | None) -> Any:
@@ -153,7 +152,7 @@ def _shapes_of(
     """The model that a checkpoint's config says, its module, the change that it was trained with,
     and the shapes of its parameters."""
     model = read_model(stored, where=f"the config of a checkpoint in {checkpoints.directory}")
-    module = next(module for kind, module in FORMS.values() if isinstance(model, kind))
+    module = FORMS[form_of(model)][1]
     change = LoRA.of(stored)
     stack = module.STACK if hasattr(module, "STACK") else module.stages(model).stacked
     init = getattr(module, "variables", module.init)
@@ -164,6 +163,11 @@ def _shapes_of(
         return Constrain.of(stored).params(params, key, stack)
 
     return model, module, change, jax.eval_shape(make, jax.random.key(0))
+
+
+def is_trained(folder: str) -> bool:
+    """Whether a folder is that of a run, which has checkpoints, and not a Hugging Face folder."""
+    return exists(as_path(folder) / CHECKPOINTS)
 
 
 def open_checkpoints(run: str) -> Checkpointer:
@@ -201,6 +205,11 @@ def stored(run: str) -> Mapping[str, Any]:
     the model that it began from), of which each may be missing."""
     with Checkpointer(as_path(run) / CHECKPOINTS) as checkpoints:
         return checkpoints.config()
+
+
+def form_of(model: Model) -> str:
+    """Returns the name of a model's form, a key of :data:`FORMS`."""
+    return next(name for name, (kind, _) in FORMS.items() if isinstance(model, kind))
 
 
 def beside(folder: str) -> dict[str, str]:

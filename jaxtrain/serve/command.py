@@ -17,15 +17,7 @@ from jax.sharding import Mesh
 
 from jaxtrain.data.chat import ChatTemplate, load_template
 from jaxtrain.data.tokenizers import Tokenizer
-from jaxtrain.hf.opening import (
-    ModelOptions,
-    Opened,
-    ends_of,
-    find_model,
-    form_of,
-    open_adapter,
-    open_model,
-)
+from jaxtrain.hf.opening import ModelOptions, Opened, ends_of, find_model, open_adapter, open_model
 from jaxtrain.host import distributed, extras, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.host.simulated import simulate_devices
@@ -35,6 +27,7 @@ from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.ops.packed import Kind
 from jaxtrain.ops.row_adapters import Additions
 from jaxtrain.predict.heads import Model
+from jaxtrain.run.trained import form_of
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.classify import Classifier
@@ -247,17 +240,16 @@ def replica_command(options: ServeOptions) -> list[str]:
 
 def replica_environments(options: ServeOptions, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the variables of each replica, which sees GPUs of its own."""
-    gpus, tensor = distributed.count_gpus(environ), options.mesh.tensor
+    gpus, tensor = distributed.visible_gpus(environ), options.mesh.tensor
     is_cpu = options.simulate_devices or environ.get("JAX_PLATFORMS", "").startswith("cpu")
     if is_cpu or not gpus:
         return [dict(environ)] * options.replicas
-    if options.replicas * tensor > gpus:
+    if options.replicas * tensor > len(gpus):
         raise ValueError(
             f"--replicas is {options.replicas}: with --mesh.tensor {tensor} they need "
-            f"{options.replicas * tensor} GPUs, and {gpus} are here"
+            f"{options.replicas * tensor} GPUs, and {len(gpus)} are here"
         )
-    named = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    parts = (named[i * tensor :][:tensor] for i in range(options.replicas))
+    parts = (gpus[i * tensor :][:tensor] for i in range(options.replicas))
     return [{**environ, "CUDA_VISIBLE_DEVICES": ",".join(part)} for part in parts]
 
 

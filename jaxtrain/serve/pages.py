@@ -41,10 +41,7 @@ class PagePool:
             self._uses[page] += 1
             self._idle.pop(self._digest.get(page, b""), None)
         while len(self._free) < count:
-            digest, _ = self._idle.popitem(last=False)
-            pages = self._known.pop(digest)
-            del self._digest[pages[0]]
-            self._free.extend(pages)
+            self._forget_first()
         own = [self._free.pop() for _ in range(count)]
         for page in own:
             self._uses[page] = 1
@@ -75,11 +72,14 @@ class PagePool:
 
     def forget(self) -> None:
         """Forgets all beginnings that nobody uses."""
-        for digest in self._idle:
-            pages = self._known.pop(digest)
-            del self._digest[pages[0]]
-            self._free.extend(pages)
-        self._idle.clear()
+        while self._idle:
+            self._forget_first()
+
+    def _forget_first(self) -> None:
+        digest, _ = self._idle.popitem(last=False)
+        pages = self._known.pop(digest)
+        del self._digest[pages[0]]
+        self._free.extend(pages)
 
     def know(self, digest: bytes, pages: Sequence[int]) -> None:
         """Keeps a chunk that has been read, unless another request has read the same."""

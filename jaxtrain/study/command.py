@@ -16,14 +16,7 @@ import tyro
 from jaxtrain.experiment import Experiment
 from jaxtrain.host import exit_codes, output
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import (
-    as_path,
-    check_on_disk,
-    exists,
-    listed,
-    read_json,
-    write_whole,
-)
+from jaxtrain.host.paths import as_path, check_on_disk, exists, listed, read_json, write_whole
 from jaxtrain.host.signals import SignalWatch
 from jaxtrain.planning.targets import stay_on_cpu
 from jaxtrain.run.main import build_experiment, flag_word, load_config
@@ -210,11 +203,12 @@ def environ_of(options: Any, config: Any) -> Mapping[str, str]:
     return environ
 
 
-def refuse_start(config: Any) -> None:
+def refuse_start(
+    config: Any, why: str = "is of one run, and a study starts many in its --study-dir"
+) -> None:
     """Raises ValueError where a flag says how one run starts."""
     if typed := [name for name in OF_START if getattr(config.run, name)]:
-        flag = f"--{typed[0].replace('_', '-')}"
-        raise ValueError(f"{flag} is of one run, and a study starts many in its --study-dir")
+        raise ValueError(f"--{typed[0].replace('_', '-')} {why}")
 
 
 def runs_of(options: Any, rest: Sequence[str], config: Any, experiment: Experiment) -> Runs:

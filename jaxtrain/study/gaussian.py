@@ -34,7 +34,6 @@ def make_sampler(optuna: ModuleType, acquisition: Literal["ei", "ucb"], *, seed:
     A trial that still runs counts as what the process expects of it, so that workers spread.
 
     Args:
-      optuna: the package.
       acquisition: ``"ei"``, the expected improvement, or ``"ucb"``, the confidence bound.
       seed: of what is drawn.
 
@@ -139,12 +138,12 @@ def _fit(x_NF: np.ndarray, y_N: np.ndarray, seed: int, *, kernel: Any = None) ->
 def _encode(rows: Sequence[Mapping[str, Any]], space: Distributions) -> np.ndarray:
     """Features [N, F] of values: numbers at their place in their range, choices one-hot."""
 
-    def features(name: str, kind: Any, value: Any) -> list[float]:
+    def features(kind: Any, value: Any) -> list[float]:
         if hasattr(kind, "choices"):
             return [float(value == choice) for choice in kind.choices]
         return [_place(value, kind)]
 
-    return np.array([[x for n, d in space.items() for x in features(n, d, r[n])] for r in rows])
+    return np.array([[x for n, d in space.items() for x in features(d, r[n])] for r in rows])
 
 
 def _place(value: float, kind: Any) -> float:

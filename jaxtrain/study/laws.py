@@ -152,19 +152,16 @@ def interval(
     return float(low), float(high)
 
 
-def best_use(
-    law: Law, budget: float, N_S: Sequence[float], flops_S: Sequence[float], *, reach: float = 100.0
-) -> Best:
-    """Finds the size for which a budget of FLOPs is used best.
+def best_use(law: Law, budget: float, N_S: Sequence[float], flops_S: Sequence[float]) -> Best:
+    """Finds the size for which a budget of FLOPs is used best, up to a hundred times beyond those
+    that are known.
 
     Args:
-      law: the law.
       budget: FLOPs of the whole training.
       N_S: parameters of sizes, and ``flops_S`` what one token costs of each; see
         :func:`flops_per_token`.
-      reach: how far beyond the sizes it is searched, as a factor.
     """
-    N = np.geomspace(min(N_S) / reach, max(N_S) * reach, 4001)
+    N = np.geomspace(min(N_S) / 100, max(N_S) * 100, 4001)
     D = budget / flops_per_token(N, N_S, flops_S)
     losses = law.loss(N, D)
     i = int(np.argmin(losses))

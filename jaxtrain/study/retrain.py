@@ -32,8 +32,9 @@ from jaxtrain.host.signals import SignalWatch
 from jaxtrain.planning.targets import stay_on_cpu
 from jaxtrain.run.folder import PROMOTED, RETRAININGS, WATERMARKS
 from jaxtrain.run.main import load_config
-from jaxtrain.run.provenance import OF_START, read_record
+from jaxtrain.run.provenance import read_record
 from jaxtrain.run.trained import TOKENIZER_FILE
+from jaxtrain.study.command import refuse_start
 
 # In the folder of the first run, those of the trainings that follow.
 RETRAINED = "retrained"
@@ -73,9 +74,7 @@ def run_retrain(options: RetrainOptions, rest: list[str]) -> int:
     stay_on_cpu()
     flags = ["--data", options.data, *rest]
     _, config = load_config(options.experiment, flags, command="retrain", own=type(options))
-    if typed := [name for name in OF_START if getattr(config.run, name)]:
-        flag = f"--{typed[0].replace('_', '-')}"
-        raise ValueError(f"{flag} is given, and retrain says where a training lies: leave it out")
+    refuse_start(config, "is given, and retrain says where a training lies: leave it out")
     new, folder = place(options.data), as_path(options.run)
     size = getattr(config, "held_out_bytes", HELD_OUT_BYTES)
     history = [json.loads(line) for line in read_if_there(folder / RETRAININGS).splitlines()]

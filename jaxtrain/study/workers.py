@@ -148,24 +148,23 @@ def check_devices(workers: int, processes: int, environ: Mapping[str, str]) -> N
     count = workers * processes
     _own_gpus(environ, 0, count)
     own_share = {"XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-    if _gpus(environ) == 1 and count > 1 and not own_share & environ.keys():
+    if len(_gpus(environ)) == 1 and count > 1 and not own_share & environ.keys():
         raise ValueError(
             f"{several} and there is one GPU, whose memory the first would take: give 1, or set "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION to {0.9 / count:.2f}"
         )
 
 
-def _gpus(environ: Mapping[str, str]) -> int:
+def _gpus(environ: Mapping[str, str]) -> list[str]:
     on_cpu = environ.get("JAX_PLATFORMS", "").startswith("cpu")
-    return 0 if on_cpu else distributed.count_gpus(environ)
+    return [] if on_cpu else distributed.visible_gpus(environ)
 
 
 def _own_gpus(environ: Mapping[str, str], slot: int, workers: int) -> dict[str, str]:
     """The variable that shows a worker its own GPUs, where there are several."""
     gpus = _gpus(environ)
-    visible = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    own = distributed.share_devices(gpus, processes=workers, index=slot)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[i] for i in own)} if own else {}
+    own = distributed.share_devices(len(gpus), processes=workers, index=slot)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i] for i in own)} if own else {}
 
 
 class _Worker:

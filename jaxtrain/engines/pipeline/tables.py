@@ -181,7 +181,6 @@ def unit_times(table: Table, forward: Times, backward: Times) -> tuple[np.ndarra
     """Returns how long the forward and the backward unit of each tick and device take, ``[T, S]``.
 
     Args:
-      table: the schedule.
       forward, backward: as for :func:`makespan`.
     """
 
@@ -199,7 +198,6 @@ def makespan(table: Table, *, forward: Times = 1.0, backward: Times = 2.0) -> fl
     """Time of one step, when a tick lasts as long as its slowest device.
 
     Args:
-      table: the schedule.
       forward: time of a whole stage forward, of which a chunk takes ``1 / virtual``; or the times
         of all global stages, S V of them.
       backward: the same backward: 2 forwards, or 3 when it recomputes the forward.

@@ -32,7 +32,6 @@ def schedule_arrays(table: Table, counts: Sequence[int], stacks: int = 1) -> dic
     """Returns the table as int32 and bool arrays [T, S], grouped by unit.
 
     Args:
-      table: the schedule.
       counts: how many layers each global stage has.
       stacks: how many stacks of layers share the table's chunks, in equal parts.
     """

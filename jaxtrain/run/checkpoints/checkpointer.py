@@ -428,12 +428,7 @@ def digest(state: Any) -> str:
     >>> digest({"a": np.zeros(2)}) == digest({"a": -np.zeros(2)})
     False
     """
-    return digest_of(leaf_digests(state))
-
-
-def digest_of(leaves: Mapping[str, str]) -> str:
-    """Returns the digest of a state whose leaves have these digests (:func:`leaf_digests`)."""
-    return hashlib.sha256(json.dumps(leaves, sort_keys=True).encode()).hexdigest()
+    return manifests.digest_of(leaf_digests(state))
 
 
 def leaf_digests(state: Any) -> dict[str, str]:

@@ -34,7 +34,7 @@ def seal(content: Mapping[str, Any]) -> dict[str, Any]:
     >>> unseal(seal({"a": [1.5, "x"]}))
     {'a': [1.5, 'x']}
     """
-    return {**content, _SEAL: _sha256(content)}
+    return {**content, _SEAL: digest_of(content)}
 
 
 def unseal(sealed: Any) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def unseal(sealed: Any) -> dict[str, Any]:
     if not isinstance(sealed, dict):
         raise ValueError(f"it is a {type(sealed).__name__} and no JSON object")
     content = {key: value for key, value in sealed.items() if key != _SEAL}
-    if sealed.get(_SEAL, _sha256(content)) != _sha256(content):
+    if sealed.get(_SEAL, digest_of(content)) != digest_of(content):
         raise ValueError("its content is not what was saved")
     return content
 
@@ -171,7 +171,8 @@ def _view(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return words[..., 0] if array.dtype.itemsize == dtype.itemsize else words
 
 
-def _sha256(content: Mapping[str, Any]) -> str:
+def digest_of(content: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of JSON-able content, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -109,7 +109,7 @@ def _run(record: Record, buckets: int, shared: dict, now: float | None) -> dict[
         "landscape": landscapes.found(record.path),
         "memory": _memory(record),
         "checkpoints": _steps_of(record, journal.CHECKPOINT)[-MARKS:],
-        "events": [_event(line) for line in record.events[-EVENTS:] if _event(line)],
+        "events": list(filter(None, map(_event, record.events[-EVENTS:]))),
         "conclusion": "\n".join(map(str, _last(record, journal.CONCLUSION, "lines", list))),
         "changes": [
             {"step": step, "name": name, "then": _word(then), "now": _word(new)}
