@@ -538,10 +538,8 @@ def _changes() -> Iterator[Capability]:
     yield own("local updates, delayed", change=lambda e: local_updates(e, late), **names)
     # Adam, which begins anew in each round, blows up the rounding of gradients that are nearly 0.
     names["flags"] = ("--optimizer.name", "sgd")
-    names["called"], rounds = (
-        "federated|client|replica|method|sgd",
-        Federated(per_round=2, epochs=2),
-    )
+    names["called"] = "federated|client|replica|method|sgd"
+    rounds = Federated(per_round=2, epochs=2)
     of_rounds = lambda e: federated(e, rounds, local_batch=8)  # noqa: E731
     yield own("federated rounds", change=of_rounds, **names)
     # Rows are drawn by the flag, and noise is added that no accounting of it is installed for.
