@@ -168,7 +168,8 @@ class Metadata:
     """More lines for the header (name to text)."""
     derived: Callable[[Mapping[str, Any]], Mapping[str, float]] = lambda means: {}
     """``means -> numbers`` that follow from the means of a step or an evaluation set, such as a
-    perplexity; they are logged, and ``best_metric`` may be one."""
+    perplexity; they are logged, and ``best_metric`` may be one. Metrics whose names
+    begin with _ are for this function alone, and are not logged."""
     beside_loss: Sequence[str] = ()
     """Metrics of a step that the line of progress has beside the loss, such as a reward."""
     show: Callable[[TrainState, Mapping[str, Any]], Mapping[str, Any]] | None = None

@@ -176,6 +176,13 @@ def make_rows():
         pathlib.Path(name).write_text("\n".join(map(json.dumps, lines)))
 
 
+def make_labels():
+    csv = [f"stage {n},step {n % 7},{n % 7 / 2}" for n in range(90)]
+    pathlib.Path("scores.csv").write_text("\n".join(["text,text_pair,label", *csv]))
+    rows = [{"text": f"stage {n}", "label": ["few", "many"][: n % 3]} for n in range(90)]
+    pathlib.Path("named.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
 def make_sentence_pairs():
     rows = [f"he has {n},she has {n},{'ab'[n % 2]}" for n in range(9)]
     pathlib.Path("pairs.csv").write_text("\n".join(["more,less,kind", *rows]))
@@ -198,6 +205,7 @@ MADE = {
     r"chat\.jsonl|(pairs|judged)\.jsonl|PAIRS": [make_conversations],
     r"rows\.|names\.|questions\.": [make_rows],
     r"pairs\.csv": [make_sentence_pairs],
+    r"scores\.|named\.": [make_labels],
     r"sine": [make_module],
     r"python -m sine --resume": ["python -m sine --steps 2 --global-batch 16"],
     r"data STORE|=0.7:STORE|--data STORE": [f"{TOKENIZE} texts/ --tokenizer 300 --out STORE"],

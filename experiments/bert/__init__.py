@@ -12,6 +12,7 @@ masked token; a classification takes 87 to 104 and tells 86.8 % of the fragments
     python -m experiments.bert --run-dir runs/masked
     python -m experiments.bert --task classify
     python -m experiments.bert --task classify --init-from runs/masked
+    python -m experiments.bert --task classify --target score --init-from BERT --data pairs.csv
     python -m experiments.bert --init-from BERT --data my_texts/
     python -m experiments.bert --task tags --init-from BERT --data names.jsonl
     python -m experiments.bert --task answers --init-from BERT --data questions.jsonl
@@ -35,7 +36,7 @@ from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host.least import check_least
 from jaxtrain.methods.group_dro import RATE
 from jaxtrain.models import encoder
-from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.encoder import OF_ROWS, EncoderConfig
 from jaxtrain.optim.rules import LEARNING_RATES
 
 # Peak rates that suit an encoder, at random and trained (jaxtrain/data/README.md has figures).
@@ -55,8 +56,8 @@ class Config(language.Config):
 
     task: Literal[tuple(TASKS)] = "mask"  # type: ignore[valid-type]
     """Task to learn: mask fills in masked tokens; classify names the package or folder that a
-    fragment is of, or the label of a row; tags tells the tag of every word; answers finds the
-    answer to a question in a context."""
+    fragment is of, or the label of a row (--target); tags tells the tag of every word; answers
+    finds the answer to a question in a context."""
     model: Literal[tuple(encoder.PRESETS)] = "tiny"  # type: ignore[valid-type]
     data: str = "python"
     """Text to learn: "python" (the standard library's source), or a folder of texts; to classify,
@@ -66,6 +67,10 @@ class Config(language.Config):
     tokenizer: str | None = None
     """A tokenizer.json with a mask, or a number: a BPE tokenizer of that many tokens is trained
     first (unigram:N and wordpiece:N: one of those); left out, 4096."""
+    target: Literal[tuple(classify.TARGETS)] = "classes"  # type: ignore[valid-type]
+    """Meaning of a row's label: classes, the name of one of several; score, a number, learned by
+    squared error (regression); labels, any number of names, a list in JSON or a text with commas,
+    each learned by itself."""
     classes: int = 10
     """Number of classes: the largest packages or folders; labelled rows have all of theirs."""
     class_weights: bool = False
@@ -105,11 +110,15 @@ def build(config: Config) -> jt.Experiment:
     check_least(config, classes=2, held_out_rows=1, examples=0, stride=0)
     task = TASKS[config.task]
     config, split, sides = task.open_rows(config)
-    for name, of in (("class_weights", classify), ("group", classify), ("tag_names", tags)):
-        if getattr(config, name) and (task is not of or sides is None):
+    named = dict.fromkeys(("target", "class_weights", "group"), classify) | {"tag_names": tags}
+    for name, of in named.items():
+        of_classes = name in ("class_weights", "group")
+        fits = task is of and sides is not None and (config.target == "classes" or not of_classes)
+        if getattr(config, name) != getattr(Config, name) and not fits:
+            target = ", and --target classes" if of_classes else ""
             raise ValueError(
                 f"--{name.replace('_', '-')} is for labelled rows: give --task and --data with "
-                f"rows of {of.FIELDS}, or leave it out"
+                f"rows of {of.FIELDS}{target}, or leave it out"
             )
     classify.check_groups(config)
     tokenizer = open_tokenizer(config, split)
@@ -154,7 +163,7 @@ def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
     model = model_config(config, vocab_size or language.vocab_size(config, added=2))
     length = row_length(config, model)
     batch = batch_shapes(config, length)
-    of_row = {"classes": 1, "tokens": data.predictions(length, config.mask_rate)}
+    of_row = dict.fromkeys(OF_ROWS, 1) | {"tokens": data.predictions(length, config.mask_rate)}
     flops = encoder.flops_per_row(model, length=length, predictions=of_row.get(model.head, length))
     rates = RATES if config.source is None or config.source.is_run else PUBLISHED
     family = "roberta" if config.model.startswith("roberta") else "bert"
@@ -177,16 +186,20 @@ def batch_shapes(config: Config, length: int) -> dict[str, jax.ShapeDtypeStruct]
     shapes = data.packed_shapes(config.global_batch, length)
     rows = {name: shapes[name] for name in ("tokens", "segments")}
     sizes = {"T": length, "M": data.predictions(length, config.mask_rate), "2": 2}
-    for name, axis in TASKS[config.task].PREDICTED.items():
+    sizes["C"] = config.classes
+    own = classify.TARGETS[config.target] if TASKS[config.task] is classify else {}
+    floats = {"mask"} | ({"label"} if config.target != "classes" else set())
+    for name, axis in (TASKS[config.task].PREDICTED | own).items():
         size = (config.global_batch, *([sizes[axis]] if axis else []))
-        rows[name] = jax.ShapeDtypeStruct(size, np.float32 if name == "mask" else np.int32)
+        rows[name] = jax.ShapeDtypeStruct(size, np.float32 if name in floats else np.int32)
     return rows
 
 
 def model_config(config: Config, vocab_size: int) -> EncoderConfig:
     """The preset, or the model that the run begins with, changed by the flags that were given."""
-    head = TASKS[config.task].HEAD
-    own = {"head": head, "classes": config.classes if head in ("classes", "tags") else None}
+    head = config.target if TASKS[config.task] is classify else TASKS[config.task].HEAD
+    known = head in ("classes", "labels", "tags")
+    own = {"head": head, "classes": config.classes if known else None}
     if config.source is not None:  # whose positions stay, however short the rows
         own["seq_len"] = config.source.model.seq_len
     return language.model_config(config, vocab_size, **own)

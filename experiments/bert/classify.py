@@ -1,25 +1,38 @@
-"""Telling the class of a text, or of a pair of texts: its package, its folder, or its label."""
+"""Telling the class of a text, or of a pair of texts: its package, its folder, or its label; or a
+score of it, or any of several labels.
+
+Shapes: B rows of a batch, N rows, C classes or labels.
+"""
 
 import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from experiments.bert import common
 from jaxtrain import data
-from jaxtrain.data.enclosed import TextRows
+from jaxtrain.data.enclosed import TextRows, label_of
+from jaxtrain.evaluate import heads
 from jaxtrain.evaluate.groups import by_group, table_lines
+from jaxtrain.evaluate.several import correlations, label_f1
 from jaxtrain.host import extras
+from jaxtrain.loss import Sum, WeightedLoss
 from jaxtrain.methods.group_dro import group_dro
 from jaxtrain.methods.population import Population
+from jaxtrain.models import encoder
 from jaxtrain.models.encoder import EncoderConfig
 from jaxtrain.state import TrainState
 
 HEAD, METADATA, FIELDS = "classes", common.BY_ACCURACY, "text and label"
-PREDICTED = {"label": "", "mask": ""}
+PREDICTED = {"mask": ""}
+# By the head that learns each: the axis of the label in a batch, and of what else its rows have.
+TARGETS = {"classes": {"label": ""}, "score": {"label": "", "row": ""}, "labels": {"label": "C"}}
 # Its tests are about all the other packages, and larger than them together.
 NO_PACKAGE = {"test"}
 BASELINE_ROWS = 50_000
@@ -31,17 +44,35 @@ _sklearn = functools.partial(extras.load, _NEEDS, "vision", *_MODULES)
 
 
 def open_rows(config: Any) -> tuple[Any, data.Split, Any]:
-    """The config with all classes of labelled rows, their texts, and both sides of them; of text
-    without labels None."""
-    _sklearn()  # before anything is trained
+    """The config with all classes or labels of labelled rows, their texts, and both sides of them;
+    of text without labels None."""
+    if config.target == "classes":
+        _sklearn()  # before anything is trained
     sides = None
     if config.data != "python":
-        sides = data.read_rows(config.data, (config.field, "label"), held_out=common.HELD_OUT)
+        # A row may have none of several labels.
+        fields = (config.field, *([] if config.target == "labels" else ["label"]))
+        sides = data.read_rows(config.data, fields, held_out=common.HELD_OUT)
     if sides is None:
         return config, common.split_of(config), None
-    names = {str(row["label"]) for side in sides for row in side}
-    config = dataclasses.replace(config, classes=len(names))
+    config = dataclasses.replace(config, classes=len(names_of(config, sides)))
     return config, data.texts_of_rows(sides, (config.field, "text_pair")), sides
+
+
+def names_of(config: Any, sides: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[str, ...]:
+    """The names of all classes or labels of rows, in their order; a score has none. Raises
+    ValueError for labels of another target."""
+    rows = [row for side in sides for row in side]
+    if config.target == "classes":
+        _check_classes(config, [row["label"] for row in rows])
+        names = {str(row["label"]) for row in rows}
+    else:
+        told = [label_of(config.target, row) for row in rows]
+        names = set(itertools.chain.from_iterable(told)) if config.target == "labels" else set()
+    if not names and config.target == "labels":
+        raise ValueError(f"'{config.data}' has no row with a label: give rows that have some")
+    # Labels 0 to 10 keep their numbers.
+    return tuple(sorted(names, key=int if all(map(str.isdecimal, names)) else str))
 
 
 def text_of(
@@ -77,18 +108,68 @@ def labelled_text(
     sides: Sequence[Sequence[Mapping[str, Any]]],
     tokenizer: data.SubwordTokenizer,
 ) -> common.Text:
-    """Rows that say their class themselves; of what is too long for one, the end is cut off."""
-    names = {str(row["label"]) for side in sides for row in side}
-    # Labels 0 to 10 keep their numbers.
-    classes = tuple(sorted(names, key=int if all(map(str.isdecimal, names)) else str))
+    """Rows that say their label themselves; of what is too long for one, the end is cut off."""
+    classes = names_of(config, sides)
     train, held_out = (LabelledRows(config, model, tokenizer, rows, classes) for rows in sides)
     if config.class_weights:
         train.weights_N = equal_weights(train.labels, len(classes))[train.labels]
     of_groups = {} if config.group is None else _grouped(config, sides, train, held_out)
-    some, task = data.spread(held_out, config.held_out_rows), ", ".join(classes)
+    some = data.spread(held_out, config.held_out_rows)
+    if config.target == "score":  # each has its place in the evaluation
+        some = [row | {"row": np.int32(place)} for place, row in enumerate(some)]
     read = (config.field, "text_pair", "label", *([config.group] if config.group else []))
-    found = common.of_sides(sides, *read) | {"classes": classes} | of_groups
-    return common.Text(tokenizer, train, some, task=f"which of {len(classes)}: {task}", **found)
+    task, more = "a score of a text, by its squared error", {}
+    if classes:
+        several = "any" if config.target == "labels" else "which"
+        task = f"{several} of {len(classes)}: {', '.join(classes)}"
+    if config.target == "score":
+        loss = loss_and_rows(model, config.held_out_rows)
+        more = {"best_metric": "pearson", "derived": of_scores, "eval_loss_fn": loss}
+    elif config.target == "labels":
+        more = {"best_metric": "micro_f1", "derived": of_labels}
+    found = common.of_sides(sides, *read) | {"classes": classes, "more": more} | of_groups
+    return common.Text(tokenizer, train, some, task=task, **found)
+
+
+def loss_and_rows(model: EncoderConfig, N: int) -> Callable[..., WeightedLoss]:
+    """Returns the loss of a model of scores, with the label and the score of each of N held-out
+    rows at its place ``row`` int32 [B]: ranks are of all rows at once, and no sum over rows."""
+
+    def loss(params: Any, batch: Mapping[str, jax.Array], rng: Any) -> WeightedLoss:
+        scores_B1 = encoder.logits(model, params, batch, rng)
+        found, at_BN = encoder.logits_loss(model, scores_B1, batch), jax.nn.one_hot(batch["row"], N)
+        columns = {"_labels": batch["label"], "_scores": scores_B1[:, 0], "_rows": batch["mask"]}
+        sums = {name: Sum((x_B[:, None] * at_BN).sum(0)) for name, x_B in columns.items()}
+        return WeightedLoss(found.total, found.weight, sums)
+
+    return loss
+
+
+def of_scores(means: Mapping[str, Any]) -> dict[str, float]:
+    """The correlations of an evaluation's scores with the labels of its rows."""
+    if "_rows" not in means:  # of a train step
+        return {}
+    labels_N, scores_N, rows_N = (np.ravel(means[f"_{x}"]) for x in ("labels", "scores", "rows"))
+    return correlations(labels_N[rows_N > 0], scores_N[rows_N > 0])
+
+
+def of_labels(means: Mapping[str, Any]) -> dict[str, float]:
+    """F1 of the labels of a batch or a set, of all together and the mean of each one's."""
+    return label_f1(*(np.asarray(means[f"_{name}"]) for name in ("right", "told", "said")))
+
+
+def _check_classes(config: Any, labels: Sequence[Any]) -> None:
+    """Refuses labels that are scores, or several of a row, before each is taken for a class."""
+    target, kind, found = "labels", "lists", [x for x in labels if isinstance(x, list)]
+    with contextlib.suppress(TypeError, ValueError):  # those are names
+        if decimals := [x for x in labels if float(x) % 1 > 0]:
+            target, kind, found = "score", "decimal numbers", decimals
+    if found:
+        raise ValueError(
+            f"'{config.data}' has {kind} as labels, such as {found[0]}, of which --target classes "
+            f"would make {len(set(map(str, labels))):,} classes: give --target {target}, or name "
+            "classes by words or whole numbers"
+        )
 
 
 def check_groups(config: Any) -> None:
@@ -176,7 +257,7 @@ def _read_weights(text: str, groups: Sequence[str]) -> np.ndarray:
 
 
 class LabelledRows(TextRows):
-    """Texts, or pairs of them, with their classes: rows for batches, as those of Fragments."""
+    """Texts, or pairs of them, with their labels: rows for batches, as those of Fragments."""
 
     def __init__(
         self,
@@ -189,12 +270,19 @@ class LabelledRows(TextRows):
         parts = ([str(row.get(name) or "") for row in rows] for name in (config.field, "text_pair"))
         typed = (model.token_types or 1) > 1
         super().__init__(tokenizer, *parts, common.row_length(config, model), typed=typed)
-        self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
+        self.numbered = config.target == "score"
+        if config.target == "classes":
+            self.labels = np.array([classes.index(str(row["label"])) for row in rows], np.int32)
+        else:
+            told = [label_of(config.target, row) for row in rows]
+            told = told if self.numbered else [[name in each for name in classes] for each in told]
+            self.labels = np.array(told, np.float32)
         self.weights_N = np.ones(len(rows))
         self.groups_NG: np.ndarray | None = None
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         own = {} if self.groups_NG is None else {"group": self.groups_NG[index]}
+        own |= {"row": np.int32(index)} if self.numbered else {}
         return (
             super().__getitem__(index)
             | own
@@ -241,11 +329,15 @@ def conclude(
     """Says how many fragments were right, beside counted words, and of which packages."""
     begun = f"from {config.init_from}" if config.init_from else "from scratch"
     labels = np.array([row["label"] for row in text.held_out])
-    often = np.bincount(labels).max() / len(labels)
-    lines = [
-        f"held-out: {means['accuracy']:.1%} of {len(labels):,} fragments right, {begun}",
-        f"TF-IDF with logistic regression: {baseline(text):.1%}; always the largest: {often:.1%}",
-    ]
+    if config.target == "classes":
+        often = np.bincount(labels).max() / len(labels)
+        lines = [
+            f"held-out: {means['accuracy']:.1%} of {len(labels):,} fragments right, {begun}",
+            f"TF-IDF with logistic regression: {baseline(text):.1%}; always the largest: "
+            f"{often:.1%}",
+        ]
+    else:
+        lines = list(heads.lines("held-out", {**means, "count": len(labels)}))
     if text.groups:
         size = min(config.global_batch, len(labels))
         guesses = common.outputs(model, state, text.held_out, lambda x: x.argmax(-1), size=size)
@@ -254,12 +346,19 @@ def conclude(
         lines += ["", f"held-out, by {config.group}:", *table_lines(found)]
     if not config.examples:
         return lines
-    lines += ["", "held-out fragments, where they are from, and what it says:", ""]
+    lines += ["", "held-out texts, what they are, and what it says:", ""]
     for row, guess in common.guesses(config, model, text, state):
         words = " ".join(text.tokenizer.decode(common.inside(row)).split())
-        was, said = text.classes[row["label"]], text.classes[guess]
+        was, said = (_shown(text, each) for each in (row["label"], guess))
         lines.append(f"  {words[:60]:60}  {was:16} {said}")
     return lines
+
+
+def _shown(text: common.Text, value: np.ndarray) -> str:
+    """A label of a batch, or what the model says, in words."""
+    if np.ndim(value) == 0:
+        return text.classes[value] if text.classes else f"{value:.4g}"
+    return ", ".join(x for x, has in zip(text.classes, value, strict=True) if has) or "none"
 
 
 def baseline(text: common.Text) -> float:

@@ -72,7 +72,9 @@ def guesses(
 ) -> list[tuple[dict[str, np.ndarray], np.ndarray]]:
     """Some held-out rows, each with what the trained model finds most probable."""
     rows = data.spread(text.held_out, config.examples)
-    best = outputs(model, state, rows, lambda logits: logits.argmax(-1), size=len(rows))
+    says = {"score": lambda logits: logits[:, 0], "labels": lambda logits: logits > 0}
+    best = says.get(model.head, lambda logits: logits.argmax(-1))
+    best = outputs(model, state, rows, best, size=len(rows))
     return list(zip(rows, best, strict=True))
 
 

@@ -3,7 +3,9 @@
 Shapes: R rows, T positions of a row, N tokens of a text, W words.
 """
 
-from collections.abc import Sequence
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +64,29 @@ def enclosed(
     tokens_T[:stop], segments_T[:stop] = both[0] + both[1], 1
     types_T[len(both[0]) : stop] = typed
     return {"tokens": tokens_T, "segments": segments_T, "types": types_T}
+
+
+def label_of(target: str, row: Mapping[str, Any]) -> Any:
+    """What a row's ``label`` is to a head: the number of a ``score``, or the names of ``labels``: a
+    list, or a text with commas; an empty one has none.
+
+    >>> label_of("score", {"label": "3.8"}), label_of("labels", {"label": "joy, love"})
+    (3.8, ['joy', 'love'])
+    """
+    value = row.get("label", 0)  # a field that is not there is no empty one
+    if target == "score":
+        with contextlib.suppress(TypeError, ValueError):
+            if math.isfinite(number := float(value)):
+                return number
+        raise ValueError(f"the row {str(row)[:80]} has no number as its label: a score is one")
+    if isinstance(value, str) and not value.startswith("["):
+        value = [name for each in value.split(",") if (name := each.strip())]
+    if not isinstance(value, list) or not {type(name) for name in value} <= {str, int}:
+        raise ValueError(
+            f"the row {str(row)[:80]} has no names as its label: give JSON lines with lists of "
+            "names, or names between commas"
+        )
+    return [str(name) for name in value]
 
 
 class TextRows:

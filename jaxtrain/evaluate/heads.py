@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.enclosed import label_of
 from jaxtrain.evaluate.answers import answers_of, exact_match, word_f1
 from jaxtrain.evaluate.groups import accuracy, by_group, class_measures, macro_f1, table_lines
+from jaxtrain.evaluate.several import correlations, label_f1
 from jaxtrain.host import pictures
 from jaxtrain.predict.heads import Model, head_of, predictions, records_of, spans_of
 
@@ -30,9 +32,10 @@ def report(
       ValueError: there are no rows, or one lacks what is right, or has a class that is none of the
         model's.
     """
-    head = head_of(model)
-    fields = head.fields if head.gold == "answers" else (*head.fields, head.gold)
-    if group is not None and head.gold != "label":
+    head, kind = head_of(model), getattr(model.opened.model, "head", None)
+    may_lack = head.gold == "answers" or kind == "labels"
+    fields = head.fields if may_lack else (*head.fields, head.gold)
+    if group is not None and (head.gold != "label" or kind in ("score", "labels")):
         raise ValueError(f"--group is {group}, and the model has no classes: leave it out")
     records, groups = records_of(path, (*fields, *([group] if group else []))), []
     right = []
@@ -44,6 +47,12 @@ def report(
     if head.gold == "answers":
         model = dataclasses.replace(model, unanswerable=[""] in right)
     said = predictions(model, path)
+    if kind == "score":
+        sides = np.array(right), np.array([each["score"] for each in said])
+        error = float(np.square(sides[0] - sides[1]).mean())
+        return {"count": len(right), "loss": error} | correlations(*sides), None
+    if kind == "labels":
+        return _of_labels(model.classes, right, [each["labels"] for each in said]), None
     if head.gold in ("answers", "target"):
         same = exact_match if head.gold == "answers" else operator.eq
         sums = np.zeros(2)
@@ -72,14 +81,20 @@ def report(
 
 
 def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a report in words."""
-    if "classes" not in found:
+    """Yields a report in words; of means of an evaluation, with the ``count`` of rows, a line."""
+    if "pearson" in found:
+        scores = ", ".join(f"{each} {found[each]:.4f}" for each in ("pearson", "spearman"))
+        yield f"{name}: {scores}, squared error {found['loss']:.4g} of {found['count']:,} rows"
+    elif "accuracy" not in found:
         yield f"{name}: {found['exact']:.1%} exact, F1 {found['f1']:.1%} of {found['count']:,} rows"
+    else:
+        every = f"F1 of all labels {found['micro_f1']:.1%}, " if "micro_f1" in found else ""
+        yield (
+            f"{name}: {found['accuracy']:.1%} right of {found['count']:,}, {every}mean F1 of "
+            f"classes {found['macro_f1']:.1%}"
+        )
+    if "classes" not in found:
         return
-    yield (
-        f"{name}: {found['accuracy']:.1%} right of {found['count']:,}, mean F1 of classes "
-        f"{found['macro_f1']:.1%}"
-    )
     if spans := found.get("spans"):
         scores = ", ".join(f"{each} {spans[each]:.1%}" for each in ("precision", "recall", "f1"))
         yield f"spans: {scores}"
@@ -120,7 +135,10 @@ def _right(model: Model, gold: str, row: Mapping[str, Any]) -> Any:
     if gold == "target":
         return [str(row[gold])]
     if gold == "label":
-        return _named(model, row[gold])
+        if (kind := model.opened.model.head) not in ("score", "labels"):
+            return _named(model, row[gold])
+        found = label_of(kind, row)
+        return found if kind == "score" else [_named(model, name) for name in found]
     if not isinstance(row[gold], list) or len(row[gold]) != len(row["tokens"]):
         raise ValueError(
             f"the row {str(row)[:80]} must have lists of tokens and tags of one length"
@@ -161,6 +179,21 @@ def _of_classes(
         "classes": by_name,
     }
     return found, counts_KK
+
+
+def _of_labels(names: Sequence[str], *names_of: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """The measures of the labels that rows have, and that they are said to have; a row is right
+    where all of its are."""
+    right_NK, said_NK = (np.array([[x in row for x in names] for row in side]) for side in names_of)
+    counts = [x_NK.sum(0) for x_NK in (right_NK & said_NK, right_NK, said_NK)]
+    by_name = {
+        name: {"precision": hits / max(said, 1), "recall": hits / max(told, 1)}
+        | {"f1": 2 * hits / max(told + said, 1), "count": told}
+        for name, hits, told, said in zip(names, *(x_K.tolist() for x_K in counts), strict=True)
+    }
+    accuracy = float((right_NK == said_NK).all(1).mean())
+    found = {"count": len(right_NK), "accuracy": accuracy, "classes": by_name}
+    return found | label_f1(*counts)
 
 
 def _of_spans(told: Sequence[Sequence[Sequence[str]]]) -> dict[str, float]:

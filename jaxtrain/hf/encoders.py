@@ -133,6 +133,13 @@ _HEADS = {
     "Model": "none",
 }
 
+# Heads of rows by the name of their loss there; the first is not written.
+PROBLEMS = {
+    "single_label_classification": "classes",
+    "regression": "score",
+    "multi_label_classification": "labels",
+}
+
 # What the architectures predict; the first of a head is what is written.
 BERT_HEADS, ROBERTA_HEADS, MODERNBERT_HEADS = (
     {f"{name}{ending}": head for ending, head in _HEADS.items()}
@@ -145,7 +152,8 @@ OF_HEADS = r"^(cls|classifier|qa_outputs|lm_head|head|decoder)\.|(^|\.)pooler\."
 
 
 def read_head(heads: Mapping[str, str], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Reads the kind of head from the architecture, and its number of classes."""
+    """Reads the kind of head from the architecture and the type of problem, and its number of
+    classes."""
     named = theirs.get("architectures") or list(heads)
     head = heads[named[0]]
     labels, number = theirs.get("id2label"), theirs.pop("num_labels", None)
@@ -153,18 +161,26 @@ def read_head(heads: Mapping[str, str], theirs: dict[str, Any]) -> dict[str, Any
         return {"head": head}
     if labels is not None and not isinstance(labels, dict):
         raise ValueError(f"id2label={labels!r} is not an object")
-    if (kind := theirs.get("problem_type")) not in (None, "single_label_classification"):
-        raise ValueError(f"problem_type={kind!r} is not known here: only one label of several")
-    classes = len(labels) if labels else number or 2
-    if classes == 1:
-        raise ValueError("it has one label, which is a regression: no model here has that")
-    return {"head": head, "classes": classes}
+    classes, kind = len(labels) if labels else number or 2, theirs.get("problem_type")
+    if head == "classes":  # transformers reads no type of problem of tags
+        head = PROBLEMS.get(kind) if kind else "score" if classes == 1 else "classes"
+    fits = {"classes": classes > 1, "tags": classes > 1, "score": classes == 1, "labels": True}
+    if not fits.get(head) or (heads is VIT_HEADS and head != "classes"):
+        raise ValueError(
+            f"problem_type={kind!r} with num_labels={classes} is not known of {named[0]}: give one "
+            "label of several, and of a text also several of them, or a regression with one"
+        )
+    return {"head": head} | ({} if head == "score" else {"classes": classes})
 
 
 def write_head(heads: Mapping[str, str], config: EncoderConfig | ViTConfig) -> dict[str, Any]:
-    """The architecture, and names of classes, which transformers counts."""
-    theirs = {"architectures": [next(name for name, head in heads.items() if head == config.head)]}
-    names = [f"LABEL_{i}" for i in range(config.classes or 0)]
+    """The architecture, names of classes, which transformers counts, and the type of problem where
+    that is no class of several."""
+    kind = {head: name for name, head in PROBLEMS.items() if head != "classes"}.get(config.head)
+    head = "classes" if kind else config.head
+    theirs = {"architectures": [next(name for name, each in heads.items() if each == head)]}
+    theirs |= {"problem_type": kind} if kind else {}
+    names = [f"LABEL_{i}" for i in range(config.classes or int(config.head == "score"))]
     return theirs | (label_fields(names) if names else {})
 
 

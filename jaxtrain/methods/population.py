@@ -273,7 +273,9 @@ def populate(
         alone = [each | dict(derive(each)) for each in alone]
         scores = [sign * each.get(chosen, each["loss"]) for each in alone]
         best = int(np.argmin(np.where(np.isfinite(scores), scores, np.inf)))
-        every = {f"{ALL}{n}": np.array([each[n] for each in alone]) for n in alone[0]}
+        every = {
+            f"{ALL}{n}": np.array([each[n] for each in alone]) for n in alone[0] if n[0] != "_"
+        }
         return alone[best] | every | {BEST: float(best)}
 
     def shown(state: TrainState, means: Mapping[str, Any]) -> tuple[TrainState, Any, list[str]]:

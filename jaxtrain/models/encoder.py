@@ -11,8 +11,9 @@ decoder: attention stays within a document, and 0 is padding) and ``types`` (int
 default 0). With a head for tokens there are ``targets`` int32 and ``mask`` float32, [B, T], or
 [B, M] with ``places`` int32 [B, M]: the positions of a row that are predicted, so that the head
 works on these alone. With a head for classes there are ``label`` int32 and ``mask`` float32, [B];
-with one for tags ``targets`` and ``mask``, [B, T]; with one for spans ``span`` int32 [B, 2], the
-positions of the first and the last token, and ``mask`` [B].
+with one for a score ``label`` is float32 [B], and with one for labels float32 [B, C] of 0 and 1;
+with one for tags there are ``targets`` and ``mask``, [B, T]; with one for spans ``span`` int32
+[B, 2], the positions of the first and the last token, and ``mask`` [B].
 
 Shapes: B batch, T positions, M predictions of a row, N = B * T tokens, D width, L layers, V rows of
 the token table, C classes.
@@ -40,7 +41,9 @@ from jaxtrain.stages import Stages, loss_from_stages, run_layers
 Params = Mapping[str, Any]
 Batch = Mapping[str, jax.Array]
 
-HEADS = ("tokens", "classes", "tags", "spans", "none")
+HEADS = ("tokens", "classes", "score", "labels", "tags", "spans", "none")
+# Heads of a whole row, which have the same parameters.
+OF_ROWS = ("classes", "score", "labels")
 POOLINGS = ("first", "first_normed", "mean")
 
 RULES = OptionalRules(
@@ -73,12 +76,14 @@ class EncoderConfig(TokenFields):
       unused_positions: rows of the table of positions before that of a row's first token: RoBERTa
         has 2, which nothing reads. None means none.
       head: what the model predicts: masked ``tokens``, by the transposed token table; ``classes``
-        of a row, from its first token; ``tags``, a class of every token; ``spans``, the tokens that
-        an answer begins and ends with; ``none``, whose result are hidden states.
-      classes: C, with a head for classes or tags.
-      pooling: what a head for classes reads: the ``first`` token, under a dense layer and tanh; or
-        the ``first_normed`` or the ``mean`` of the row, under what a head for tokens has, a dense
-        layer, an activation and a norm, which heads for tags and spans then have too.
+        of a row, from its first token; a ``score`` of a row, one number; ``labels``, any number of
+        which a row has; ``tags``, a class of every token; ``spans``, the tokens that an answer
+        begins and ends with; ``none``, whose result are hidden states.
+      classes: C, with a head for classes, labels or tags.
+      pooling: what a head for classes, a score or labels reads: the ``first`` token, under a dense
+        layer and tanh; or the ``first_normed`` or the ``mean`` of the row, under what a head for
+        tokens has, a dense layer, an activation and a norm, which heads for tags and spans then
+        have too.
 
     The other arguments are those of :mod:`jaxtrain.models.config`: :class:`TokenFields`,
     :class:`ModelFields` and, of each layer, :class:`LayerFields`.
@@ -102,10 +107,10 @@ class EncoderConfig(TokenFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.classes is None) == (self.head in ("classes", "tags")):
+        if (self.classes is None) == (self.head in ("classes", "labels", "tags")):
             raise ValueError(
                 f"classes={self.classes} and head={self.head!r}: give a number of classes with "
-                "head='classes' or head='tags', and with no other"
+                "head='classes', head='labels' or head='tags', and with no other"
             )
 
     @functools.cached_property
@@ -220,12 +225,13 @@ class TokenHead(Transform):
 
 
 class NormedClassHead(Transform):
-    """Maps the first or the mean hidden state of a row to float32 logits of classes."""
+    """Maps the first or the mean hidden state of a row to float32 logits of classes or labels, or
+    to its score [B, 1]."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         super().__init__(config, rngs=rngs)
         self.mean = config.pooling == "mean"
-        self.out = parts.dense(config.width, config.classes, rngs)
+        self.out = parts.dense(config.width, config.classes or 1, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         x_BTD = whole_rows(x_BTD)
@@ -239,11 +245,12 @@ class NormedClassHead(Transform):
 
 
 class ClassHead(nnx.Module):
-    """Maps the first token's hidden state, pooled, to float32 logits of classes."""
+    """Maps the first token's hidden state, pooled, to float32 logits of classes or labels, or to a
+    score [B, 1]."""
 
     def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs) -> None:
         self.pool = parts.dense(config.width, config.width, rngs)
-        self.out = parts.dense(config.width, config.classes, rngs)
+        self.out = parts.dense(config.width, config.classes or 1, rngs)
 
     def __call__(self, x_BTD: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
         return layers.class_logits(self.out, jnp.tanh(self.pool(whole_rows(x_BTD)[:, 0])))
@@ -288,10 +295,11 @@ def init(config: EncoderConfig, rng: jax.Array) -> dict[str, Any]:
 
 def loss_fn(config: EncoderConfig) -> Callable[[Params, Batch, jax.Array | None], WeightedLoss]:
     """Returns ``loss(params, batch, rng)``: the cross-entropy of masked tokens, of classes or tags,
-    or of the two ends of spans, their mean.
+    the squared error of a score, the mean over labels of the sigmoid cross-entropy of each, or the
+    mean cross-entropy of the two ends of spans.
 
     ``rng`` None means no dropout. The loss has ``total`` (nats, float32), ``weight`` (the sum of
-    the mask) and the metric ``accuracy``.
+    the mask) and, except of a score, the metric ``accuracy``.
 
     >>> config = EncoderConfig(vocab_size=9, seq_len=4, layers=1, width=8, heads=2)
     >>> batch = {"tokens": jnp.ones((2, 4), int), "places": jnp.array([[1], [3]])}
@@ -320,8 +328,8 @@ def encode(
 def logits(
     config: EncoderConfig, params: Params, batch: Batch, rng: jax.Array | None = None
 ) -> jax.Array:
-    """Returns float32 logits: of tokens [B, T, vocab_size], of classes [B, C], of tags [B, T, C],
-    or of the first and the last token of spans [B, T, 2].
+    """Returns float32 logits: of tokens [B, T, vocab_size], of classes or labels [B, C], of tags
+    [B, T, C], the score itself [B, 1], or of the first and the last token of spans [B, T, 2].
 
     Arguments are those of :func:`encode`.
 
@@ -391,10 +399,11 @@ def _at_places(x_BTD: jax.Array, batch: Batch) -> jax.Array:
 
 
 def logits_loss(config: EncoderConfig, logits: jax.Array, batch: Batch) -> WeightedLoss:
-    """The cross-entropy of :func:`logits` of classes, tags or spans, and their accuracy; a span is
-    right where both of its ends are, and none ends in padding."""
-    if config.head == "classes":
-        return layers.class_loss(logits, batch)
+    """The loss of :func:`logits` of classes, scores, labels, tags or spans, and their accuracy; a
+    span is right where both of its ends are, and none ends in padding."""
+    if config.head in OF_ROWS:
+        of = {"score": layers.score_loss, "labels": layers.labels_loss}
+        return of.get(config.head, layers.class_loss)(logits, batch)
     if config.head == "tags":
         flat = {"label": batch["targets"].reshape(-1), "mask": batch["mask"].reshape(-1)}
         return layers.class_loss(logits.reshape(-1, logits.shape[-1]), flat)
@@ -444,7 +453,7 @@ def _head(config: EncoderConfig, params: Params) -> nnx.Module:
 def _head_of(config: EncoderConfig) -> type[nnx.Module] | None:
     classes = ClassHead if config.pooling == "first" else NormedClassHead
     places = {"tags": PlaceHead, "spans": PlaceHead}
-    return ({"tokens": TokenHead, "classes": classes, "none": None} | places)[config.head]
+    return ({"tokens": TokenHead, "none": None} | places).get(config.head, classes)
 
 
 def _final_norm(config: EncoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -411,3 +411,27 @@ def class_loss(logits_BC: jax.Array, batch: Mapping[str, jax.Array]) -> Weighted
         for name, value_B in (("loss", nll_B), ("accuracy", hits_B)):
             metrics[f"group_{name}"] = (value_B[:, None] * of_BG).sum(0), of_BG.sum(0)
     return WeightedLoss((nll_B * mask_B).sum(), mask_B.sum(), metrics)
+
+
+def score_loss(scores_B1: jax.Array, batch: Mapping[str, jax.Array]) -> WeightedLoss:
+    """The squared error of float32 scores of rows against ``label`` float32 [B], weighted by
+    ``mask`` [B]."""
+    mask_B = batch["mask"].astype(scores_B1.dtype)
+    errors_B = jnp.square(scores_B1[:, 0] - batch["label"].astype(scores_B1.dtype))
+    return WeightedLoss((errors_B * mask_B).sum(), mask_B.sum())
+
+
+def labels_loss(logits_BC: jax.Array, batch: Mapping[str, jax.Array]) -> WeightedLoss:
+    """The mean over labels of the sigmoid cross-entropy of float32 logits against ``label`` float32
+    [B, C], 1 where a row has the label, weighted by ``mask`` [B]; the share of rows with all labels
+    right, and of each label [C] the rows that have it (``_told``), that are said to (``_said``),
+    and both (``_right``)."""
+    mask_B1 = batch["mask"].astype(logits_BC.dtype)[:, None]
+    label_BC, said_BC = batch["label"].astype(logits_BC.dtype), logits_BC > 0
+    nll_BC = -label_BC * jax.nn.log_sigmoid(logits_BC)
+    nll_BC -= (1 - label_BC) * jax.nn.log_sigmoid(-logits_BC)
+    hits_B1 = (said_BC == (label_BC > 0)).all(1, keepdims=True)
+    counts = {"_told": label_BC, "_said": said_BC, "_right": said_BC * label_BC}
+    metrics = {name: (x_BC * mask_B1).sum(0) for name, x_BC in counts.items()}
+    metrics["accuracy"] = (hits_B1 * mask_B1).sum()
+    return WeightedLoss((nll_BC.mean(1, keepdims=True) * mask_B1).sum(), mask_B1.sum(), metrics)

@@ -21,6 +21,7 @@ from jaxtrain.data.sources import find_files, rows_in
 from jaxtrain.hf.opening import Opened, ends_of, fields_of
 from jaxtrain.host.paths import as_path, is_folder
 from jaxtrain.models.decoding import check_positions, unscaled
+from jaxtrain.models.encoder import OF_ROWS
 from jaxtrain.models.generate import beam_search, by_length, generate, padded_length, whole_rows
 from jaxtrain.run import trained
 from jaxtrain.sharding.placement import UnevenWarning
@@ -74,9 +75,9 @@ class Model:
 
     @functools.cached_property
     def classes(self) -> list[str]:
-        """The names of classes or tags; of those that have none, numbers."""
+        """The names of classes, labels or tags; of those that have none, numbers."""
         named = fields_of(self.opened.folder).get("id2label") or {}
-        return [str(named.get(str(i), i)) for i in range(self.opened.model.classes)]
+        return [str(named.get(str(i), i)) for i in range(self.opened.model.classes or 0)]
 
     @functools.cached_property
     def run(self) -> Callable:
@@ -108,7 +109,7 @@ def head_of(model: Model) -> Head:
     kind = getattr(config, "head", kind) if kind != "vit" or config.head == "none" else kind
     of_answers = "seq_len", "stride", "unanswerable"
     known = {
-        "classes": Head((model.field,), "label", classify, ("seq_len", "field")),
+        **dict.fromkeys(OF_ROWS, Head((model.field,), "label", classify, ("seq_len", "field"))),
         "tags": Head(("tokens",), "tags", tag),
         "spans": Head(("question", "context"), "answers", answer, of_answers),
         "encoder-decoder": Head(("source",), "target", write, ("seq_len", "max_tokens", "beams")),
@@ -117,7 +118,8 @@ def head_of(model: Model) -> Head:
     if kind not in known:
         raise ValueError(
             f"the model in '{model.opened.folder}' has the head {kind!r}, which predicts nothing "
-            "of a row: give one of classes, tags or spans, an encoder-decoder, or images' classes"
+            f"of a row: give one of {', '.join(OF_ROWS)}, tags or spans, an encoder-decoder, or "
+            "images' classes"
         )
     return known[kind]
 
@@ -156,7 +158,7 @@ def records_of(path: str, fields: Sequence[str]) -> Iterator[Record]:
 
 
 def classify(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    """The class of each text, or pair of texts."""
+    """The class, score or labels of each text, or pair of texts."""
     parts = ([str(row.get(name) or "") for row in records] for name in (model.field, "text_pair"))
     return classes_of(model, text_rows(model, *parts))
 
@@ -168,7 +170,7 @@ def text_rows(model: Model, texts: Sequence[str], pairs: Sequence[str]) -> TextR
 
 
 def classes_of(model: Model, rows: Any) -> Iterator[dict[str, Any]]:
-    """The class of each row of texts or images."""
+    """The class of each row of texts or images; the score or the labels of each row of texts."""
     return (_class(model, logits_C) for logits_C in outputs(model, rows))
 
 
@@ -306,6 +308,12 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _class(model: Model, logits_C: np.ndarray) -> dict[str, Any]:
+    if (kind := model.opened.model.head) == "score":
+        return {"score": float(logits_C[0])}
+    if kind == "labels":  # a sigmoid is the softmax of a logit and 0
+        logits_C2 = np.stack([logits_C, np.zeros_like(logits_C)], -1)
+        found = dict(zip(model.classes, softmax(logits_C2)[:, 0].tolist(), strict=True))
+        return {"labels": [x for x in found if found[x] > 0.5], "probabilities": found}
     shares = softmax(logits_C).tolist()
     found = dict(zip(model.classes, shares, strict=True))
     best = int(logits_C.argmax())

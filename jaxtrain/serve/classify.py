@@ -1,5 +1,5 @@
-"""Classes of texts, and of pairs of them, over REST, in vLLM's form: a label and the probabilities
-of each."""
+"""Classes, scores and labels of texts, and of pairs of them, over REST, in vLLM's form: a label and
+the probabilities of each."""
 
 import time
 import uuid
@@ -14,7 +14,7 @@ from jaxtrain.serve.worker import Worker
 
 
 class Classifier:
-    """What a worker owns where it writes nothing: a model with a head of classes."""
+    """What a worker owns where it writes nothing: a model with a head of rows."""
 
     is_busy = False
 
@@ -30,8 +30,8 @@ class Classifier:
             length *= 2
 
     def classify(self, given: Sequence[tuple[str, str]]) -> tuple[list[dict[str, Any]], int]:
-        """Returns the class of each text and second text, which may be empty, and the tokens that
-        were read."""
+        """Returns the class, score or labels of each text and second text, which may be empty, and
+        the tokens that were read."""
         rows = text_rows(self.model, *zip(*given, strict=True))
         return list(classes_of(self.model, rows)), sum(map(rows.size, range(len(rows))))
 
@@ -61,9 +61,10 @@ class Classification(Calls):
         async for found, tokens in self.each(self._worker.engine.classify, parts):
             read += tokens
             for each in found:
-                shares = list(each["probabilities"].values())
-                told = {"index": len(data), "label": each["label"], "probs": shares}
-                data.append(told | {"num_classes": len(shares)})
+                told = {n: x for n, x in each.items() if n in ("label", "labels", "score")}
+                if (shares := each.get("probabilities")) is not None:
+                    told |= {"probs": [*shares.values()], "num_classes": len(shares)}
+                data.append({"index": len(data)} | told)
         self._numbers.read += read
         return {
             "id": f"classify-{uuid.uuid4().hex}",

@@ -22,7 +22,7 @@ from jaxtrain.host import distributed, extras, quiet
 from jaxtrain.host.least import check_least
 from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.layout import MeshShape
-from jaxtrain.models.encoder import EncoderConfig
+from jaxtrain.models.encoder import OF_ROWS, EncoderConfig
 from jaxtrain.models.encoder_decoder import T5Config
 from jaxtrain.ops.packed import Kind
 from jaxtrain.ops.row_adapters import Additions
@@ -191,7 +191,7 @@ def _check_form(options: ServeOptions) -> None:
         "encoder-decoder": OF_DECODERS,
         "encoder": (*OF_DECODERS, *OF_WRITERS),
     }
-    if form not in unread or head not in (None, "classes"):
+    if form not in unread or head not in (None, *OF_ROWS):
         what = f"the form {form}" if head is None else f"the head {head!r}"
         raise ValueError(
             f"the model in '{folder}' has {what}, which is not served: use `jaxtrain predict`"

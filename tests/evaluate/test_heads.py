@@ -9,6 +9,7 @@ import pytest
 
 from jaxtrain import hf
 from jaxtrain.evaluate import command, heads
+from jaxtrain.evaluate.several import correlations
 from jaxtrain.models import encoder, vit
 from tests.commands import refused, run
 
@@ -34,6 +35,37 @@ def test_measures_of_classes_are_those_of_scikit_learn():
     assert found["macro_f1"] == pytest.approx(expected["macro avg"]["f1-score"])
     np.testing.assert_array_equal(counts[:3, :3], metrics.confusion_matrix(right, said))
     assert found["classes"]["never"]["count"] == 0
+
+
+def test_measures_of_several_labels_are_those_of_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(0)
+    right, said = (rng.random((60, 4)) < [0.5, 0.2, 0.9, 0.0] for _ in range(2))
+    names = [
+        [[x for x, has in zip(NAMES, row, strict=True) if has] for row in side]
+        for side in (right, said)
+    ]
+    found = heads._of_labels(NAMES, *names)
+    for kind in ("micro", "macro"):
+        expected = metrics.f1_score(right, said, average=kind, zero_division=0)
+        assert found[f"{kind}_f1"] == pytest.approx(expected)
+    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(right, said))
+    expected = metrics.precision_recall_fscore_support(right, said, zero_division=0)
+    for name, wanted in zip(NAMES, zip(*expected, strict=True), strict=True):
+        got = (found["classes"][name][x] for x in ("precision", "recall", "f1", "count"))
+        assert list(got) == pytest.approx(list(wanted))
+    assert "F1 of all labels" in next(heads.lines("rows", found))
+
+
+def test_correlations_are_those_of_scipy():
+    stats = pytest.importorskip("scipy.stats")
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 6, 80) + 1e6  # with ties, far from 0
+    scores = np.float32(0.5 * labels + rng.normal(size=80))
+    found = correlations(labels, scores)
+    assert found["pearson"] == pytest.approx(stats.pearsonr(labels, scores)[0], abs=1e-9)
+    assert found["spearman"] == pytest.approx(stats.spearmanr(labels, scores)[0])
+    assert correlations(labels, np.ones(80)) == {"pearson": 0, "spearman": 0}
 
 
 def test_a_span_is_right_as_a_whole():

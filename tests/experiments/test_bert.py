@@ -338,6 +338,146 @@ def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):
             build(parse(Config, [*flags, *given]))
 
 
+SCORED = [row | {"label": f"{n % 7 / 2 + 0.25}"} for n, row in enumerate(ROWS)]
+NAMED = [
+    row | {"label": [x for x in "cab" if x in row["text_pair"] + "ab"[n % 2 :]]}
+    for n, row in enumerate(ROWS)
+]
+TARGETS = {"score": SCORED, "labels": NAMED}
+
+
+def built_for(target, path, *flags):
+    data = labelled(path / "rows", "jsonl", TARGETS[target])
+    given = [*SIZES, *SMALL, "--task", "classify", "--target", target, "--data", data, *flags]
+    return build(parse(Config, given))
+
+
+def test_scores_and_labels_are_what_rows_say(tmp_path):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data"]
+    in_text = [row | {"label": ", ".join(row["label"])} for row in NAMED]
+    for target, forms in (("score", [SCORED]), ("labels", [NAMED, in_text])):
+        found = []
+        for number, rows in enumerate(forms):
+            kind = "csv" if number or target == "score" else "jsonl"
+            path = labelled(tmp_path / target / f"{number}/train", kind, rows[:70])
+            labelled(tmp_path / target / f"{number}/validation", kind, rows[70:])
+            given = [*flags, str(Path(path).parent), "--target", target]
+            experiment = build(parse(Config, given))
+            found.append(rows_of(next(iter(experiment.data.eval_batches[""](None)))))
+        batch, meta = found[0], experiment.metadata
+        for each in found[1:]:
+            np.testing.assert_array_equal(each["label"], batch["label"])
+        assert batch["label"].dtype == np.float32
+        assert batch.keys() == experiment.data.batch.keys()
+        assert outline(parse(Config, given)).data.batch.keys() | {"types"} == batch.keys()
+        if target == "score":
+            np.testing.assert_allclose(batch["label"], [float(x["label"]) for x in SCORED[70:78]])
+            assert batch["row"].tolist() == list(range(8))
+            assert meta.facts["task"] == "a score of a text, by its squared error"
+            assert "id2label" not in meta.config["special_tokens"]
+        else:
+            expected = [[x in row["label"] for x in "ab"] for row in NAMED[70:78]]
+            np.testing.assert_array_equal(batch["label"], expected)
+            assert meta.facts["task"] == "any of 2: a, b"
+            assert meta.config["special_tokens"]["label2id"] == {"a": 0, "b": 1}
+
+
+def test_targets_that_do_not_fit_their_rows_are_refused(tmp_path, folder):
+    flags = [*SIZES, *SMALL, "--task", "classify", "--data"]
+    scored, named = (labelled(tmp_path / name, "jsonl", x) for name, x in TARGETS.items())
+    words = labelled(tmp_path / "words", "csv", ROWS)
+    bare = labelled(tmp_path / "bare", "csv", [{"text": "a", "labels": "b"}] * 20)
+    for given, message in (
+        (
+            [scored],
+            "score.jsonl' has decimal numbers as labels, such as 0.25, of which --target cla",
+        ),
+        ([named], r"labels.jsonl' has lists as labels, such as .*: give --target labels, or"),
+        ([words, "--target", "score"], "has no number as its label: a score is one"),
+        ([bare, "--target", "labels"], "has no names as its label: give JSON lines with lists"),
+        ([folder, "--target", "score"], "--target is for labelled rows: give --task and --data"),
+        ([scored, "--target", "score", "--task", "mask"], "--target is for labelled rows"),
+        (
+            [scored, "--target", "score", "--class-weights"],
+            "text and label, and --target classes, or leave",
+        ),
+        (
+            [named, "--target", "labels", "--group", "text"],
+            "--group is for labelled rows: give .*, and --target cl",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(parse(Config, [*flags, *given]))
+    # Whole numbers are names of classes, however they are written.
+    rows = [{"text": "a", "label": n % 2 and "1.0"} for n in range(50)]
+    rows = [row | {"label": row["label"] or "0.0"} for row in rows]
+    whole = build(parse(Config, [*flags, labelled(tmp_path / "whole", "csv", rows)]))
+    assert whole.metadata.config["special_tokens"]["label2id"] == {"0.0": 0, "1.0": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_scores_and_labels_are_the_same_on_every_mesh(target, tmp_path):
+    own = ["--layers", "2", "--global-batch", "16", "--accumulate", "2"]
+    own += ["--optimizer.name", "adamw", "--optimizer.eps", "1e-4"]
+    layouts = ["data=2,fsdp=2,tensor=2", "fsdp=2,context=2", "pipe=2,data=2,pipeline.schedule=1f1b"]
+    for found in compare(built_for(target, tmp_path, *own), layouts=layouts, steps=4):
+        assert found.refusal is None, found
+        assert found.agrees(1e-5), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_evaluations_of_scores_and_labels_are_those_of_all_rows(target, tmp_path, capsys):
+    """On a mesh, of rows that fill no batch, by SciPy and scikit-learn; so says the command."""
+    path = labelled(tmp_path / "rows", "jsonl", TARGETS[target])
+    flags = [*SIZES, *SMALL, "--task", "classify", "--target", target, "--data", path]
+    flags += ["--mesh.data", "4", "--mesh.fsdp", "2", "--exact", "8", "--run-dir"]
+    run = str(tmp_path / "run")
+    main(Config, build, [*flags, run, "--save-best"])
+    printed = " ".join(capsys.readouterr().out.split())
+    records = [json.loads(x) for x in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (record,) = [each for each in records if "eval/loss" in each]
+    assert not any(name.rpartition("/")[2].startswith("_") for each in records for name in each)
+    *_, held_out = data.read_rows(path, ("text",), held_out=0.2)
+    kept = labelled(tmp_path / "held_out", "jsonl", held_out)
+    asked = ["--run", run, "--data", kept]
+    _, out, _ = command(capsys, "predict", *asked)
+    said = [json.loads(line) for line in out.splitlines()]
+    if target == "score":
+        stats = pytest.importorskip("scipy.stats")
+        sides = [float(x["label"]) for x in held_out], [x["score"] for x in said]
+        expected = {"pearson": stats.pearsonr(*sides)[0], "spearman": stats.spearmanr(*sides)[0]}
+        assert re.search(r"held-out: pearson -?0\.\d+, spearman", printed)
+    else:
+        metrics = pytest.importorskip("sklearn.metrics")
+        sides = [
+            [[x in row for x in "ab"] for row in side]
+            for side in ([x["label"] for x in held_out], [x["labels"] for x in said])
+        ]
+        expected = {
+            f"{kind}_f1": metrics.f1_score(*map(np.array, sides), average=kind, zero_division=0)
+            for kind in ("micro", "macro")
+        } | {"accuracy": metrics.accuracy_score(*map(np.array, sides))}
+        assert all(
+            (p > 0.5) == (x in row["labels"])
+            for row in said
+            for x, p in row["probabilities"].items()
+        )
+        assert "F1 of all labels" in printed
+    assert {n: record[f"eval/{n}"] for n in expected} == pytest.approx(expected, abs=1e-4)
+    status, *_ = command(capsys, "evaluate", *asked, "--out", str(tmp_path / "found.jsonl"))
+    assert status == 0
+    found = json.loads((tmp_path / "found.jsonl").read_text())["rows"][kept]
+    assert {n: found[n] for n in expected} == pytest.approx(expected, abs=1e-6)
+    out = str(tmp_path / "out")
+    assert command(capsys, "export", "--run", run, "--out", out)[0] == 0
+    fields = json.loads(Path(out, "config.json").read_text())
+    kinds = {"score": ("regression", 1), "labels": ("multi_label_classification", 2)}
+    assert (fields["problem_type"], len(fields["id2label"])) == kinds[target]
+    assert hf.read_config(out) == trained.model(run)
+
+
 @pytest.mark.parametrize("task", ["mask", "classify"])
 def test_the_outline_is_of_the_experiment_that_trains(folder, task):
     config = parse(Config, [*SIZES, *SMALL, "--data", folder, "--task", task, "--classes", "2"])

@@ -26,11 +26,21 @@ TOKENS, CLASSES, TAGS, SPANS, NONE = (
     "AutoModel",
 )
 
+SEVERAL = "multi_label_classification"
+
 # By name: the model type, its fields, and what it is for. The first ones are in the everyday tests.
 MODELS = {
     "bert, tokens": ("bert", SIZES, TOKENS),
     "roberta, classes": ("roberta", ROBERTA | dict(num_labels=3), CLASSES),
     "bert, classes": ("bert", SIZES | dict(num_labels=5), CLASSES),
+    "bert, score": ("bert", SIZES | dict(num_labels=1, problem_type="regression"), CLASSES),
+    "bert, labels": ("bert", SIZES | dict(num_labels=5, problem_type=SEVERAL), CLASSES),
+    "roberta, labels": ("roberta", ROBERTA | dict(num_labels=4, problem_type=SEVERAL), CLASSES),
+    "modernbert, score": (
+        "modernbert",
+        MODERN | dict(num_labels=1, problem_type="regression"),
+        CLASSES,
+    ),
     "bert, none": ("bert", SIZES, NONE),
     "bert, tanh gelu": (
         "bert",
@@ -55,7 +65,7 @@ MODELS = {
     "modernbert, tags": ("modernbert", MODERN | dict(num_labels=3), TAGS),
     "modernbert, spans": ("modernbert", MODERN, SPANS),
 }
-EVERYDAY = [*list(MODELS)[:2], "modernbert, tokens", "bert, spans"]
+EVERYDAY = [*list(MODELS)[:2], "modernbert, tokens", "bert, spans", "bert, labels"]
 
 
 def save(name, folder, **options):
@@ -80,6 +90,12 @@ def batch(name):
         rows["tokens"] += 1 - segments
     if head == CLASSES:
         label = rng.integers(0, fields["num_labels"], 4).astype(np.int32)
+        if "problem_type" in fields:
+            several = fields["problem_type"] == SEVERAL
+            label = (
+                rng.normal(size=4) if not several else rng.random((4, fields["num_labels"])) < 0.4
+            )
+            label = label.astype(np.float32)
         return rows | {"label": label, "mask": np.ones(4, np.float32)}
     if head == SPANS:
         span = np.array([[3, 20], [0, 0], [1, 1], [2, 8]], np.int32)
@@ -110,7 +126,10 @@ def theirs(name, folder, rows):
         given["labels"] = np.where(rows["mask"] > 0, rows["targets"], -100)
     elif head == CLASSES:
         given["labels"] = rows["label"]
-    given = {key: torch.tensor(x, dtype=torch.int64) for key, x in given.items()}
+    given = {
+        key: torch.tensor(x, dtype=torch.float32 if x.dtype == np.float32 else torch.int64)
+        for key, x in given.items()
+    }
     found = model(**given)
     if head == NONE:
         return found.last_hidden_state.detach().numpy(), None, {}

@@ -155,6 +155,16 @@ def test_check_says_what_is_not_read(folder_of, capsys):
     assert f"bert, {count:,} parameters" in out.splitlines()[0]
 
 
+ONE = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "x"}}
+
+
+def test_one_label_without_a_type_of_problem_is_a_score(folder_of, tmp_path):
+    theirs = json.loads((folder_of("bert, tokens") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(theirs | ONE))
+    config = hf.read_config(tmp_path)
+    assert (config.head, config.classes) == ("score", None)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -162,8 +172,17 @@ def test_check_says_what_is_not_read(folder_of, capsys):
         ({"is_decoder": True}, "only is_decoder=False is known here of BertForMaskedLM"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key' is"),
         (
-            {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "x"}},
-            "it has one label, which is a regression",
+            ONE | {"problem_type": "single_label_classification"},
+            "problem_type='single_label_classification' with num_labels=1 is not known of Bert",
+        ),
+        (
+            ONE | {"problem_type": "regression", "id2label": {"0": "x", "1": "y"}},
+            "problem_type='regression' with num_labels=2",
+        ),
+        (ONE | {"problem_type": "ranking"}, "problem_type='ranking' with num_labels=1"),
+        (
+            ONE | {"architectures": ["BertForTokenClassification"]},
+            "problem_type=None with num_labels=1",
         ),
     ],
 )

@@ -38,6 +38,8 @@ def forms(size):
     t5 = encoder_decoder.T5Config(vocab_size=size, **t5, **SIZES)
     return {
         "classes": (encoder, known(head="classes", classes=3), label_fields(CLASSES)),
+        "score": (encoder, known(head="score"), {}),
+        "labels": (encoder, known(head="labels", classes=3), label_fields(CLASSES)),
         "tags": (encoder, known(head="tags", classes=4), label_fields(TAGS)),
         "spans": (encoder, known(head="spans"), {}),
         "tokens": (encoder, known(), {}),
@@ -124,6 +126,27 @@ def test_classes_of_texts_and_pairs_are_those_of_transformers(
         assert each["label"] == CLASSES[expected.argmax()]
         assert each["probability"] == max(got)
     assert len({each["label"] for each in found}) > 1
+
+
+@pytest.mark.slow
+def test_scores_and_labels_of_texts_are_those_of_transformers(
+    folder_of, tokenizer, tmp_path, capsys
+):
+    rows = [{"text": text} for text in said(1, 9, 3, 2, 7, 20, 4)]
+    path, (first, _, last) = write_rows(tmp_path / "rows.jsonl", rows), row_ends(tokenizer)
+    scores, labels = (
+        predicted(capsys, folder_of(name), path, *MESH) for name in ("score", "labels")
+    )
+    for row, score, each in zip(rows, scores, labels, strict=True):
+        ids = [first, *tokenizer.encode(row["text"]).tolist()[:22], last]
+        expected = logits("SequenceClassification", folder_of("score"), ids)
+        np.testing.assert_allclose([score.pop("score")], expected, atol=1e-4)
+        assert score == {}
+        expected = 1 / (1 + np.exp(-logits("SequenceClassification", folder_of("labels"), ids)))
+        got = [each["probabilities"][name] for name in CLASSES]
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+        assert each["labels"] == [x for x, p in zip(CLASSES, expected, strict=True) if p > 0.5]
+    assert len({str(each["labels"]) for each in labels}) > 1
 
 
 def test_tags_of_words_are_those_of_transformers(folder_of, tokenizer, tmp_path, capsys):

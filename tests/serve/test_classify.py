@@ -9,7 +9,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain.data.enclosed import row_ends
 from jaxtrain.hf.opening import open_model
-from jaxtrain.predict.heads import Model
+from jaxtrain.predict.heads import Model, classify
 from jaxtrain.serve.classify import Classifier
 from jaxtrain.serve.server import make_app
 from tests.commands import refused
@@ -60,6 +60,25 @@ def test_classes_are_those_of_transformers_and_nothing_is_compiled(
     np.testing.assert_allclose(again["probs"], found["data"][0]["probs"], atol=1e-6)
     assert model.run._cache_size() == compiled
     assert int(metrics(classifier)["jaxtrain_prompt_tokens_total"]) > sum(map(len, ids))
+
+
+@pytest.mark.parametrize("kind", ["score", "labels"])
+def test_scores_and_labels_are_those_of_predictions(kind, folder_of):
+    pytest.importorskip("starlette")
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    model = Model(open_model(str(folder_of(kind)), "encoder", mesh=mesh), mesh, rows=3)
+    texts = said(3, 9, 1, 5)
+    expected = list(classify(model, [{"text": text} for text in texts]))
+    with listening(make_app(Classifier(model), "said")) as server:
+        status, found = server.ask("/v1/classify", {"input": texts})
+    found = json.loads(found)
+    assert (status, found["labels"]) == (200, CLASSES if kind == "labels" else [])
+    for number, (each, row) in enumerate(zip(found["data"], expected, strict=True)):
+        assert each.pop("index") == number
+        if kind == "labels":
+            shares = list(row.pop("probabilities").values())
+            row |= {"probs": shares, "num_classes": 3}
+        assert each == row
 
 
 def test_what_cannot_be_classified_is_refused_in_a_sentence(classifier):

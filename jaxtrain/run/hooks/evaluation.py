@@ -64,7 +64,8 @@ class Evaluation(Hook):
                 found = evaluate(self._step_for(state, rows_of(first)), state, batches)
                 found = {name: as_value(x) for name, x in found.items()}
                 found |= metadata.derived(found)
-                means |= {f"{prefix}{name}": x for name, x in found.items()}
+                shown = {name: x for name, x in found.items() if not name.startswith("_")}
+                means |= {f"{prefix}{name}": x for name, x in shown.items()}
         _check_best_metric(metadata.best_metric, {name: np.shape(x) for name, x in means.items()})
         self.latest = (step, means)
         run.log.write(step, {f"eval/{name}": value for name, value in means.items()})

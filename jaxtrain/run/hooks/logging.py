@@ -40,7 +40,7 @@ class Logging(Hook):
         histograms = {name: x for name, x in metrics.items() if "_histogram/" in name}
         metrics = {name: x for name, x in metrics.items() if name not in histograms}
         metrics |= run.metadata.derived(metrics)
-        values = {f"train/{name}": value for name, value in metrics.items()}
+        values = {f"train/{name}": x for name, x in metrics.items() if not name.startswith("_")}
         seconds = rate.seconds_per_step
         if seconds is not None:
             values["time/step_seconds"] = seconds
