@@ -34,7 +34,7 @@ from jaxtrain.finetune.preferences import policy_and_reference
 from jaxtrain.host.least import check_least
 from jaxtrain.methods.population import Population
 from jaxtrain.methods.rollouts import SAMPLERS, Rollouts, rollouts
-from jaxtrain.models import decoder, exact
+from jaxtrain.models import decoder, decoding, exact
 from jaxtrain.models.generate import whole_rows
 from jaxtrain.run import options
 from jaxtrain.state import TrainState
@@ -188,10 +188,10 @@ def outline(config: Config, *, vocab_size: int | None = None) -> jt.Experiment:
         )
     model = _model(config, vocab_size or language.vocab_size(config))
     longest = config.prompt_tokens + config.new_tokens
-    if model.positions == "learned" and longest > model.seq_len:
+    if (most := decoding.longest_row(model)) is not None and longest > most:
         raise ValueError(
             f"--prompt-tokens {config.prompt_tokens} and --new-tokens {config.new_tokens} exceed "
-            f"the {model.seq_len} learned positions: give less of either"
+            f"the {most} positions in which the model writes: give less of either"
         )
     count = config.global_batch * config.grpo.size
     kind = jax.ShapeDtypeStruct

@@ -235,6 +235,10 @@ def open_source(path: str, form: str) -> Source:
     """Opens what ``--init-from`` names, having downloaded a model of the hub; no weight is read."""
     path, model, is_run = find_model(path)
     own = trained.form_of(model)
+    if own == "convnet":
+        raise ValueError(
+            f"the model in '{path}' is a ConvNet, with which no run begins: --resume its own"
+        )
     if own != form:
         raise ValueError(
             f"the model in '{path}' is of the form {own}, not {form}: train it with "

@@ -29,7 +29,7 @@ from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distill, Distillation, StoredDistillation
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.host.least import check_least
-from jaxtrain.models import decoder
+from jaxtrain.models import decoder, decoding
 from jaxtrain.models.config import stacked_layers
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
@@ -456,7 +456,8 @@ def sample(
     """Writes on from an end of document and a prompt, and returns the lines of both."""
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-    room = model.seq_len - 1 - len(prompt) if model.positions == "learned" else config.sample_tokens
+    most = decoding.longest_row(model)
+    room = config.sample_tokens if most is None else most - 1 - len(prompt)
     count = min(config.sample_tokens, room)
     (written,) = language.write(
         model,

@@ -460,11 +460,11 @@ def _bred(experiment: Experiment) -> Experiment:
 
 
 def _with_head(head: str, experiment: Experiment) -> Experiment:
-    """An encoder with a head for tags or spans, which are functions of its tokens."""
+    """An encoder with a head for tags, spans or labels, which are functions of its tokens."""
     config = experiment.metadata.config
     model = trained.read_model(config, where="compose")
-    model = dataclasses.replace(model, head=head, classes=3 if head == "tags" else None)
-    if head == "spans":  # A norm's bias before it would have no gradient but rounding.
+    model = dataclasses.replace(model, head=head, classes=None if head == "spans" else 3)
+    if head != "tags":  # First tokens are alike, and a norm's bias has no gradient but rounding.
         own = {"norm_position": "pre", "bias": False, "pooling": "mean"}
         model = dataclasses.replace(model, **own)
     stages = encoder.stages(model)
@@ -474,6 +474,8 @@ def _with_head(head: str, experiment: Experiment) -> Experiment:
         told = {"targets": tokens_BT % 3, "mask": seen_BT}
         if head == "spans":
             told = {"span": tokens_BT[:, :2] % jnp.array([1, 3]), "mask": seen_BT[:, 0]}
+        elif head == "labels":
+            told = {"label": tokens_BT[:, :3] % 2, "mask": seen_BT[:, 0]}
         return stages.head_loss(params, x_BTD, {"segments": batch["segments"]} | told)
 
     return experiment.with_(
@@ -485,7 +487,8 @@ def _with_head(head: str, experiment: Experiment) -> Experiment:
 
 def _finetuning() -> Iterator[Capability]:
     tune = functools.partial(Capability, group="fine-tuning")
-    for name, head in (("tags of words", "tags"), ("answers in contexts", "spans")):
+    heads = {"tags of words": "tags", "answers in contexts": "spans", "labels of rows": "labels"}
+    for name, head in heads.items():
         head = {"change": functools.partial(_with_head, head), "called": "head|encoder"}
         yield tune(name, module="experiments.bert", **head)
     names = {"called": "lora|low.rank|kernel|freeze|frozen"}

@@ -27,7 +27,7 @@ from etils import epath
 
 from jaxtrain.data.blocks import crcs
 from jaxtrain.data.chat import encode_marked
-from jaxtrain.data.duplicates import notes_on, repeats
+from jaxtrain.data.duplicates import OVERLAP, notes_on, repeats
 from jaxtrain.data.loader import ORDER_VERSION
 from jaxtrain.data.packing import Corpus
 from jaxtrain.data.sources import Document, Documents, Files, Split
@@ -393,6 +393,14 @@ def _without_repeats(
         if name == "train" and drop == "all":
             dropped[name]["overlap"] = int(shares.sum())
         keep = np.isin(np.arange(len(shares)), keep[~exact & (near < 0)])
+        if name == "train" and len(keep) and not keep.any():
+            for each in listed(folder, "read-*.npz"):  # so that nothing is left of the store
+                each.unlink()
+            raise ValueError(
+                f"--drop-duplicates {drop} leaves none of {len(keep):,} documents to train on, of "
+                f"which {int(shares.sum()):,} share {OVERLAP} words with held-out ones: give "
+                "repeats, or other held-out text"
+            )
         ends = np.cumsum([len(note["shares"]) for note in notes])[:-1]
         for part, note, mine in zip(own, notes, np.split(keep, ends), strict=True):
             key = _hash(part.name, mine.tobytes().hex())[:16]
@@ -683,6 +691,12 @@ def _is_made(folder: Path, about: dict[str, Any]) -> bool:
             raise ValueError(f"'{folder}' holds other files ({others[0]}); give another folder")
         return False
     made = "made" if "sets" in kept else "begun"
+    then, now = (each["source"].get(DROPPED, "none") for each in (kept, about))
+    if then != now:
+        raise ValueError(
+            f"the token store '{folder}' was {made} with --drop-duplicates {then}, not {now}: give "
+            "the same, or another folder, or delete this one"
+        )
     for what in ("tokenizer", "source"):
         then, now = kept[what], about[what]
         if what == "source" and made == "begun":  # whose parts that changed are made again

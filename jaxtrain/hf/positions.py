@@ -94,14 +94,15 @@ def rotated_part(config: DecoderConfig) -> float:
 
 def _long(found: dict[str, Any], theirs: dict[str, Any]) -> LongScaling:
     whole = positive(theirs, _LENGTH)
-    length = found.get(_LLAMA3[3]) or theirs.get(_LLAMA3[3]) or whole
+    length = found.get(_LLAMA3[3]) or positive({_LLAMA3[3]: whole} | theirs, _LLAMA3[3])
     if (magnitude := found.get(_LONG[3])) is None:
         magnitude = _long_magnitude(found.get("factor") or whole / length, length)
     return scaling_of([found[_LONG[0]], found[_LONG[1]], length, magnitude])
 
 
 def _long_magnitude(factor: float, length: int) -> float:
-    return math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    longer = factor > 1 and length > 1
+    return math.sqrt(1 + math.log(factor) / math.log(length)) if longer else 1.0
 
 
 def _yarn(found: dict[str, Any]) -> YarnScaling:

@@ -75,7 +75,7 @@ class ServeOptions(ModelOptions):
     """Positions of a page of the cache; pages are shared by prompts that begin alike."""
     longest: int | None = None
     """Most tokens of a prompt and its answer, or of a source, and of a target; left out, as many as
-    the model was trained with."""
+    the model was trained with, and of rope_type dynamic and longrope the original length."""
     pages: int | None = None
     """Pages of the cache; left out, as many as all slots can fill."""
     quantize: Kind | None = None

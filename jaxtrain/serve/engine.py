@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.models import decoder as decoders
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.models.decoding import CausalDecoder, check_pages, check_positions
+from jaxtrain.models.decoding import CausalDecoder, check_pages, check_positions, unscaled
 from jaxtrain.models.exact import TILE, ExactDecoder, check_mesh
 from jaxtrain.models.sampling import History, RowSampling
 from jaxtrain.ops.cached import Rounded
@@ -488,9 +488,10 @@ def check_rows(slots: int, readers: int) -> None:
 
 
 def row_length(model: DecoderConfig, longest: int | None, *, least: int) -> int:
-    """Returns how many tokens a row may have: ``longest``, or what the model was trained with.
-    Raises ValueError for fewer than ``least``, and beyond learned positions."""
-    longest = model.seq_len if longest is None else longest
+    """Returns how many tokens a row may have: ``longest``, or what the model was trained with, as
+    far as a cache can hold it. Raises ValueError for fewer than ``least``, and beyond learned
+    positions."""
+    longest = unscaled(model, model.seq_len) if longest is None else longest
     if longest < least:
         raise ValueError(f"`longest` is {longest}: give at least {least}")
     if model.positions == "learned" and longest > model.seq_len:

@@ -222,10 +222,28 @@ def test_leaving_out_goes_on_after_a_kill_and_follows_the_text(tmp_path, monkeyp
     assert len(kept[-1]) > 500
     (folder / held_out[-1].name).write_bytes(kept[-1])  # which is not to be trained on from now on
     assert files_of(make("s").path) == files_of(make("t").path)
-    with pytest.raises(ValueError, match="was made with another source"):
+    with pytest.raises(
+        ValueError, match="was made with --drop-duplicates all, not repeats: give the"
+    ):
         make("s", drop="repeats")
     with pytest.raises(ValueError, match=r"was made without duplicates .all., and text to append"):
         data.append_store(data.text_folder(folder), tmp_path / "s")
+
+
+def test_a_store_of_which_nothing_would_be_left_is_refused_and_leaves_nothing(tmp_path):
+    text = Document("", text_of(np.random.default_rng(0), 40).encode())
+    said = (
+        "leaves none of 2 documents to train on, of which 2 share 13 words with held-out ones: give"
+    )
+    with pytest.raises(ValueError, match=said):
+        data.write_store(
+            data.Split([text] * 2, [text]), ByteTokenizer(), tmp_path / "s", drop="all"
+        )
+    assert list(tmp_path.iterdir()) == []
+    store = data.write_store(
+        data.Split([text] * 2, [text]), ByteTokenizer(), tmp_path / "s", drop="repeats"
+    )
+    assert store.manifest["sets"]["train"]["dropped"] == {"exact": 1, "near": 0}
 
 
 def test_sketches_take_a_bounded_memory():

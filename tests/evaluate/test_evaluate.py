@@ -98,7 +98,7 @@ def test_padding_does_not_scale_positions_that_are_scaled_by_the_length_of_a_row
     assert found.logprob == pytest.approx(expected, rel=1e-5)
     with pytest.raises(ValueError, match="give 2 to 21"):
         scorer([Row([1] * 22, 3)])
-    with pytest.raises(ValueError, match=r"row is 21: dynamic scaling .* at most 20 positions"):
+    with pytest.raises(ValueError, match=r"row is 21: rope_type dynamic .* at most 20 positions"):
         Scorer(config, params, mesh=mesh, longest=21)
 
 

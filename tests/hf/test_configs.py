@@ -303,6 +303,7 @@ def test_longrope_is_that_of_transformers_at_every_length():
         ({"short_factor": [1.0], "long_factor": [2.0]}, "has 1 numbers for short rows .* 48"),
         ({"long_factor": [0.0] * 48}, "must be two lists of as many positive numbers"),
         ({"long_factor": None}, "must be two lists of as many positive numbers"),
+        ({"original_max_position_embeddings": -1}, "must be a number above 0"),
     ],
 )
 def test_longrope_of_other_numbers_is_refused(change, message):
@@ -310,6 +311,14 @@ def test_longrope_of_other_numbers_is_refused(change, message):
     theirs["rope_scaling"] |= change
     with pytest.raises(ValueError, match=message):
         family_of(theirs).config(theirs)
+
+
+def test_the_length_of_longrope_is_checked_beside_it_too():
+    theirs = json.loads(PUBLISHED["Phi-4-mini"])
+    one = family_of(theirs).config(theirs | {"original_max_position_embeddings": 1})
+    assert one.rope_scaling[2:] == (1, 1.0)
+    with pytest.raises(ValueError, match="original_max_position_embeddings='x' must be a whole"):
+        family_of(theirs).config(theirs | {"original_max_position_embeddings": "x"})
 
 
 def test_of_two_names_of_a_rope_type_the_newer_counts():

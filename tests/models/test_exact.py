@@ -227,7 +227,7 @@ def test_what_cannot_be_exact_is_refused():
     with pytest.raises(ValueError, match="the batch has segments"):
         exact.log_probs(config, params, batch | {"segments": batch["mask"]})
     scaled = dataclasses.replace(config, rope_scaling=DynamicScaling(4.0, 8))
-    with pytest.raises(ValueError, match="length of a row is 40: dynamic scaling"):
+    with pytest.raises(ValueError, match="length of a row is 40: rope_type dynamic"):
         exact.log_probs(scaled, params, batch)
     for axes, rows, said in (
         ({"tensor": 2}, 4, "the mesh has tensor=2, over which sums"),

@@ -338,8 +338,9 @@ def test_rows_beyond_the_length_of_dynamic_positions_are_refused():
     config, params = model_of("llama")
     scaled = dataclasses.replace(config, rope_scaling=DynamicScaling(4.0, 39))
     for given in ((scaled, params), (config, params, (scaled, params))):
-        with pytest.raises(ValueError, match="length of a row is 40: dynamic scaling"):
+        with pytest.raises(ValueError, match="length of a row is 40: rope_type dynamic"):
             Engine(*given[:2], **SIZES, draft=given[2] if given[2:] else None)
+    assert Engine(scaled, params, **SIZES | {"longest": None}).longest == 39
 
 
 def test_requests_that_cannot_be_answered_are_refused():
