@@ -171,7 +171,7 @@ class Source:
         params = trained.load(self.path)[1]
         if head_of(self.model) != head_of(model):
             params.pop("head", None)
-        if model.positions == "learned" and hasattr(model, "seq_len"):
+        if getattr(model, "positions", None) == "learned" and hasattr(model, "seq_len"):
             removed = self.model.seq_len - model.seq_len
             table = params["embed"]["positions"]
             params["embed"]["positions"] = table[: len(table) - removed]

@@ -308,7 +308,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _class(model: Model, logits_C: np.ndarray) -> dict[str, Any]:
-    if (kind := model.opened.model.head) == "score":
+    if (kind := getattr(model.opened.model, "head", None)) == "score":
         return {"score": float(logits_C[0])}
     if kind == "labels":  # a sigmoid is the softmax of a logit and 0
         logits_C2 = np.stack([logits_C, np.zeros_like(logits_C)], -1)

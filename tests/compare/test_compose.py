@@ -118,6 +118,7 @@ def test_the_second_batch_of_a_growing_store_has_text_that_was_appended():
     assert (refused.outcome, "--grow-every is 1" in refused.text) == ("refused", True), refused
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_meshes_change_is_found_beside_one_that_they_do_not():
     def by_devices(updates, state, params=None):
         return jax.tree.map(lambda g: -g * jax.sharding.get_abstract_mesh().size, updates), state

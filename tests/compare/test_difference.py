@@ -144,6 +144,7 @@ def test_a_step_that_keeps_its_mesh_is_compared_with_one_built_for_one_device():
     assert found.line == build.__code__.co_firstlineno + 1
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_pipeline_is_named_by_parity():
     def block(layer, x, batch, rng):
         stages = jax.sharding.get_abstract_mesh().shape.get("pipe", 1)

@@ -357,6 +357,7 @@ def test_a_scalar_loss_weighs_every_microbatch_as_one():
     assert_same_sums(found, run_engine(engine, small_params(), batch)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_masked_bubbles_give_the_same_gradients_without_a_branch(remat):
     batch, axes = small.make_batch(ROWS), (("pipe", 2), ("data", 2))
@@ -406,6 +407,7 @@ def test_zero_2_pins_the_running_sums():
 # ---- precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_bf16_agrees_with_the_accumulating_engine(remat):
     policy, batch = jt.Policy.bf16(), small.make_batch(ROWS)
@@ -612,6 +614,7 @@ def test_accumulation_over_calls_composes():
         assert worst(a, b)[0] < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_poisoned_microbatch_changes_no_parameter():
     optimizer = optax.adam(1e-2)
     good, bad = small.make_batch(ROWS), small.make_batch(ROWS)
@@ -660,12 +663,14 @@ def test_memory_does_not_grow_with_microbatches(schedule, virtual, remat):
     assert max(sizes) < 1.02 * min(sizes), sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_memory_of_gpipe_grows(remat):
     few, many = (temp_bytes("gpipe", 1, remat, count) for count in (8, 32))
     assert many > 1.3 * few
 
 
+@pytest.mark.slow
 def test_recomputing_keeps_less():
     assert temp_bytes("1f1b", 1, "full", 8) < 0.7 * temp_bytes("1f1b", 1, "none", 8)
 
@@ -693,6 +698,7 @@ def stored_layout(config):
     return layout, chunk, x, context
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize("form", FORMS)
 def test_stored_residuals_hold_no_parameter_and_lose_nothing(form, remat):

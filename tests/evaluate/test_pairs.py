@@ -66,6 +66,7 @@ def test_each_token_is_scored_where_it_alone_is_masked(axes):
         scorer([[7] * 39])
 
 
+@pytest.mark.slow
 def test_a_decoder_prefers_the_sentence_that_it_finds_likelier(tmp_path):
     mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
     model = opened(mesh)

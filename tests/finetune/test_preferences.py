@@ -345,6 +345,7 @@ def test_what_is_the_reference_stays():
     assert not any("reference" in name for name in jt.tree.named_leaves(opt_state[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "accumulate"),
     [
@@ -391,6 +392,7 @@ def test_a_loss_without_a_reference_has_no_second_model():
     np.testing.assert_allclose(found.total, plain(params, batch, None).total, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_with_low_rank_additions_the_base_is_there_once(dora):
     """The reference is the model without additions, and has copies of what else trains."""

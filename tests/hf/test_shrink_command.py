@@ -45,6 +45,7 @@ def shrink(model, out, capsys, *flags):
     return run(capsys, "shrink", str(model / "run"), "--out", str(out), *text, *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "channels"), [("awq", 1.0), pytest.param("gptq", 0.5, marks=pytest.mark.slow)]
 )

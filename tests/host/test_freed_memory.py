@@ -40,6 +40,7 @@ print(statistics.median(faults[32:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not memory._is_glibc(), reason="only glibc has these settings")
 def test_steps_stop_faulting_pages_in():
     def faults(which):

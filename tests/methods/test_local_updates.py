@@ -57,6 +57,7 @@ def trained(made, count=1, batches=batch, compiler_options=None):
     return jax.device_get(state), jax.device_get(metrics), train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_single_replica_has_the_bits_of_the_plain_step(every):
     state, told, _ = trained(experiment())
@@ -264,6 +265,7 @@ def sent(text, groups=r"\S+"):
     return found
 
 
+@pytest.mark.slow
 def test_nothing_is_sent_between_meetings_and_then_the_parameters_once():
     made = local_updates(
         experiment(mesh={"data": 4}), Local(replicas=4, every=8, outer="nesterov", fragments=2)

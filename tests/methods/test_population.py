@@ -300,6 +300,7 @@ def test_members_are_copied_the_same_over_a_mesh():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_the_base_is_there_once():
     _, state, train = program()
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))  # noqa: E731

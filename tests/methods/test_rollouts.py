@@ -143,6 +143,7 @@ def test_tokens_go_to_the_experts_that_they_were_sampled_with():
     agree(trained(experiment("data=2,expert=2", model=EXPERTS)), on_one(model=EXPERTS))
 
 
+@pytest.mark.slow
 def test_a_row_is_drawn_alike_whoever_is_beside_it():
     params = decoder.init(MODEL, jax.random.key(0))
     batch, keys = prompts(), jax.random.split(jax.random.key(1), 8)

@@ -140,6 +140,7 @@ def test_packed_documents_have_the_logits_of_each_alone(form):
     assert np.abs(z[0] - z[3])[3:].max() > 0.1
 
 
+@pytest.mark.slow
 @both_forms
 def test_remat_and_unrolling_change_memory_and_no_value(form):
     config, params, batch = FORMS[form], params_of(form), batch_of()
@@ -504,7 +505,7 @@ def program_sizes(layers, optimizer, **changes):
     )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_the_program_does_not_grow_with_depth(optimizer):
     few, many = (program_sizes(layers, optimizer) for layers in (12, 48))
     assert few.min() > 300

@@ -87,6 +87,7 @@ def defined(config, params, batch):
     return total / batch["mask"].sum()
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_are_those_of_the_definition_in_float64():
     params, batch = noisy(LLAVA), make_batch()
     mean = lambda params: llava.loss_fn(LLAVA)(params, batch, None).means()["loss"]  # noqa: E731

@@ -97,6 +97,7 @@ def test_a_model_trains_as_by_the_papers_table(form):
     np.testing.assert_allclose(found, wanted, rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [{}, pytest.param({"norm_position": "pre", "positions": "rope"}, marks=pytest.mark.slow)],
@@ -166,6 +167,7 @@ def slopes(rule, rate, names, widths=(16, 128)):
     return slopes_of(found, widths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "names"),
     [

@@ -242,6 +242,7 @@ def test_reasons_are_the_true_ones(result):
     assert not any("mesh axis 'pipe'" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_memory_decides_between_rematerialisation_and_microbatches():
     config = dataclasses.replace(CONFIG, global_batch=64)
     estimator = Estimator(gpt.outline, config, parse_target("v5e:2x2"))
@@ -277,6 +278,7 @@ def test_rows_that_do_not_divide_are_told():
     assert "does not divide 2 heads" in refused.words
 
 
+@pytest.mark.slow
 def test_one_trace_serves_all_splits_of_the_batch():
     target = parse_target("v5e:2x4")
     estimator = Estimator(gpt.outline, CONFIG, target)

@@ -308,6 +308,7 @@ sys.exit(77)
     assert [(home / "jaxtrain-run" / "status").read_text() for home in homes] == ["137\n", "77\n"]
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_has_left_is_ended_first(cloud):
     code = """
 import pathlib, signal, sys, time
@@ -410,6 +411,7 @@ def test_resume_makes_the_tpu_again_and_goes_on_until_the_run_is_done(cloud):
     assert "n is still there and costs money until" in done.stderr
 
 
+@pytest.mark.slow
 def test_resume_does_not_prepare_again_what_is_ready(cloud):
     cloud.answer(
         [["worker.sh state"], [ENDED[75], ENDED[77], ENDED[0]]], [["describe"], [[0, "READY"]]]
@@ -455,6 +457,7 @@ def test_resume_goes_on_where_an_error_came_from_a_tpu_that_is_gone(cloud):
     assert cloud.verbs.count("start") == 2
 
 
+@pytest.mark.slow
 def test_resume_tries_a_failed_install_again_on_the_tpu_that_is_there(cloud):
     lock = [100, "E: Could not get lock /var/lib/dpkg/lock-frontend"]
     cloud.answer(
