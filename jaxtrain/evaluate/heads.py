@@ -32,7 +32,7 @@ def report(
       ValueError: there are no rows, or one lacks what is right, or has a class that is none of the
         model's.
     """
-    head, kind = head_of(model), getattr(model.opened.model, "head", None)
+    head, kind = head_of(model), model.kind
     may_lack = head.gold == "answers" or kind == "labels"
     fields = head.fields if may_lack else (*head.fields, head.gold)
     if group is not None and (head.gold != "label" or kind in ("score", "labels")):
@@ -135,10 +135,10 @@ def _right(model: Model, gold: str, row: Mapping[str, Any]) -> Any:
     if gold == "target":
         return [str(row[gold])]
     if gold == "label":
-        if (kind := model.opened.model.head) not in ("score", "labels"):
+        if model.kind not in ("score", "labels"):
             return _named(model, row[gold])
-        found = label_of(kind, row)
-        return found if kind == "score" else [_named(model, name) for name in found]
+        found = label_of(model.kind, row)
+        return found if model.kind == "score" else [_named(model, name) for name in found]
     if not isinstance(row[gold], list) or len(row[gold]) != len(row["tokens"]):
         raise ValueError(
             f"the row {str(row)[:80]} must have lists of tokens and tags of one length"

@@ -53,7 +53,7 @@ class Scorer:
         longest: int | None = None,
     ):
         check_positions(model, longest or 0)
-        self.longest = unscaled(model, row_length(model, longest, least=1))
+        self.longest = row_length(model, longest, least=1)
         self._params, self._mesh = params, mesh
         self._rows = whole_rows(rows, mesh)
         self._run = jax.jit(functools.partial(_log_probs, model))

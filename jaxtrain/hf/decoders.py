@@ -104,14 +104,11 @@ PHI3_ROWS = (
 
 def _phi3_parts(config: DecoderConfig) -> dict[str, dict[str, Any]]:
     """Of the tensor of queries, keys and values, the heads of each."""
-    heads, kv_heads = config.heads, config.block.kv_heads
-    first = {"q": 0, "k": heads, "v": heads + kv_heads}
+    q, kv = config.heads, config.block.kv_heads
+    placed = {"q": (0, q), "k": (q, kv), "v": (q + kv, kv)}
     return {
-        f"blocks/attn/{x}/": {
-            "part": (at, heads + 2 * kv_heads),
-            "parts": heads if x == "q" else kv_heads,
-        }
-        for x, at in first.items()
+        f"blocks/attn/{x}/": {"part": (first, q + 2 * kv), "parts": count}
+        for x, (first, count) in placed.items()
     }
 
 

@@ -435,16 +435,19 @@ def check_pages(config: DecoderConfig) -> None:
 
 def longest_row(config: Any) -> int | None:
     """Returns how many positions a row may have that is read into a cache; None for any number."""
-    if config.positions == "learned":
-        return config.seq_len
-    scaling = config.rope_scaling
-    return scaling.length if isinstance(scaling, ByRow) else None
+    return config.seq_len if config.positions == "learned" else _scaled_alike(config)
 
 
 def unscaled(config: Any, length: int) -> int:
     """Returns the fewer of so many positions and those up to which all rows are scaled alike."""
+    most = _scaled_alike(config)
+    return length if most is None else min(length, most)
+
+
+def _scaled_alike(config: Any) -> int | None:
+    """The positions of a row up to which all rows are scaled alike; None for any number."""
     scaling = getattr(config, "rope_scaling", None)
-    return min(length, scaling.length) if isinstance(scaling, ByRow) else length
+    return scaling.length if isinstance(scaling, ByRow) else None
 
 
 def check_positions(config: Any, length: int) -> None:

@@ -56,6 +56,11 @@ class Model:
     beams: int = 1
 
     @property
+    def kind(self) -> str | None:
+        """The kind of head; None of a model that has one kind alone."""
+        return getattr(self.opened.model, "head", None)
+
+    @property
     def size(self) -> int:
         """Rows of a batch."""
         return whole_rows(self.rows, self.mesh)
@@ -308,9 +313,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _class(model: Model, logits_C: np.ndarray) -> dict[str, Any]:
-    if (kind := getattr(model.opened.model, "head", None)) == "score":
+    if model.kind == "score":
         return {"score": float(logits_C[0])}
-    if kind == "labels":  # a sigmoid is the softmax of a logit and 0
+    if model.kind == "labels":  # a sigmoid is the softmax of a logit and 0
         logits_C2 = np.stack([logits_C, np.zeros_like(logits_C)], -1)
         found = dict(zip(model.classes, softmax(logits_C2)[:, 0].tolist(), strict=True))
         return {"labels": [x for x in found if found[x] > 0.5], "probabilities": found}

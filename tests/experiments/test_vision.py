@@ -251,6 +251,9 @@ def test_a_reopened_convnet_predicts_what_its_run_has_evaluated(convnet_run, cap
     log = map(json.loads, (folder / "run/log.jsonl").read_text().splitlines())
     told = [line for line in log if "eval/loss" in line][-1]
     assert (shares.argmax(1) == right)[held].mean() == pytest.approx(told["eval/accuracy"])
+    status, out, err = command(capsys, "evaluate", *asked[1:], "--rows", "9")
+    assert status == 0, err
+    assert f"{(shares.argmax(1) == right).mean():.1%} right of 48" in out
     losses = -np.log(shares[np.arange(48), right])
     assert losses[held].mean() == pytest.approx(told["eval/loss"], rel=1e-6)
     # Its logits, by the statistics that it has come to, and not by those that it began with.
