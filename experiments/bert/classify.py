@@ -332,9 +332,12 @@ def conclude(
     if config.target == "classes":
         often = np.bincount(labels).max() / len(labels)
         lines = [
+        try:
+            counted = f"TF-IDF with logistic regression: {baseline(text):.1%}"
+        except ValueError as error:  # The run is complete, whatever it cannot be compared with.
+            counted = f"no TF-IDF baseline, as {error}"
             f"held-out: {means['accuracy']:.1%} of {len(labels):,} fragments right, {begun}",
-            f"TF-IDF with logistic regression: {baseline(text):.1%}; always the largest: "
-            f"{often:.1%}",
+            f"{counted}; always the largest: {often:.1%}",
         ]
     else:
         lines = list(heads.lines("held-out", {**means, "count": len(labels)}))
@@ -362,7 +365,8 @@ def _shown(text: common.Text, value: np.ndarray) -> str:
 
 
 def baseline(text: common.Text) -> float:
-    """The accuracy of logistic regression on the counted words of the same rows."""
+    """The accuracy of logistic regression on the counted words of the same rows. Raises ValueError
+    where these have one class, or no word twice."""
     sklearn = _sklearn()
     words = sklearn.feature_extraction.text.TfidfVectorizer(
         token_pattern=r"\w+|[^\w\s]", ngram_range=(1, 2), min_df=2, sublinear_tf=True
@@ -375,5 +379,11 @@ def baseline(text: common.Text) -> float:
 
     (train, labels), (held_out, wanted) = side(text.train), side(text.held_out)
     regression = sklearn.linear_model.LogisticRegression(C=10.0, max_iter=300)
-    regression.fit(words.fit_transform(train), labels)
+    if len(set(labels)) < 2:
+        raise ValueError("the rows to train on have one class")
+    try:
+        counts = words.fit_transform(train)
+    except ValueError:
+        raise ValueError("no two rows to train on share a word") from None
+    regression.fit(counts, labels)
     return float(regression.score(words.transform(held_out), wanted))

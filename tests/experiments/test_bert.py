@@ -340,6 +340,24 @@ def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):
 
 SCORED = [row | {"label": f"{n % 7 / 2 + 0.25}"} for n, row in enumerate(ROWS)]
 NAMED = [
+@pytest.mark.parametrize(
+    ("train", "why"),
+    [
+        ([{"text": f"w{n}", "label": "ab"[n % 2]} for n in range(20)], "no two rows .* share a"),
+        ([{"text": "same words", "label": "a"}] * 20, "the rows to train on have one class"),
+    ],
+)
+def test_a_run_ends_well_where_counted_words_cannot_be_fitted(train, why, tmp_path):
+    labelled(tmp_path / "train", "jsonl", train)
+    others = [{"text": "of b", "label": "b"}, {"text": "of a", "label": "a"}]
+    labelled(tmp_path / "validation", "jsonl", others)
+    flags = ["--task", "classify", "--data", str(tmp_path), "--examples", "0"]
+    conclude = build(parse(Config, [*SIZES, *SMALL, *flags])).metadata.conclude
+    printed = "\n".join(conclude(None, {"accuracy": 0.5}))
+    assert re.search(f"no TF-IDF baseline, as {why}.*; always the largest: 50.0%", printed)
+    assert "50.0% of 2 fragments right" in printed
+
+
     row | {"label": [x for x in "cab" if x in row["text_pair"] + "ab"[n % 2 :]]}
     for n, row in enumerate(ROWS)
 ]
