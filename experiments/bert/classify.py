@@ -66,6 +66,7 @@ def names_of(config: Any, sides: Sequence[Sequence[Mapping[str, Any]]]) -> tuple
     if config.target == "classes":
         _check_classes(config, [row["label"] for row in rows])
         names = {str(row["label"]) for row in rows}
+        common.check_several("label", config.data, names)
     else:
         told = [label_of(config.target, row) for row in rows]
         names = set(itertools.chain.from_iterable(told)) if config.target == "labels" else set()
@@ -331,11 +332,11 @@ def conclude(
     labels = np.array([row["label"] for row in text.held_out])
     if config.target == "classes":
         often = np.bincount(labels).max() / len(labels)
-        lines = [
         try:
             counted = f"TF-IDF with logistic regression: {baseline(text):.1%}"
         except ValueError as error:  # The run is complete, whatever it cannot be compared with.
             counted = f"no TF-IDF baseline, as {error}"
+        lines = [
             f"held-out: {means['accuracy']:.1%} of {len(labels):,} fragments right, {begun}",
             f"{counted}; always the largest: {often:.1%}",
         ]
@@ -378,12 +379,12 @@ def baseline(text: common.Text) -> float:
         return texts, [int(row["label"]) for row in found]
 
     (train, labels), (held_out, wanted) = side(text.train), side(text.held_out)
-    regression = sklearn.linear_model.LogisticRegression(C=10.0, max_iter=300)
     if len(set(labels)) < 2:
         raise ValueError("the rows to train on have one class")
     try:
         counts = words.fit_transform(train)
     except ValueError:
         raise ValueError("no two rows to train on share a word") from None
+    regression = sklearn.linear_model.LogisticRegression(C=10.0, max_iter=300)
     regression.fit(counts, labels)
     return float(regression.score(words.transform(held_out), wanted))

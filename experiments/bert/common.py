@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,15 @@ class Text:
 def row_length(config: Any, model: EncoderConfig) -> int:
     """Tokens per row."""
     return config.seq_len or model.seq_len
+
+
+def check_several(kind: str, path: str, names: Collection[str]) -> None:
+    """Refuses rows that all have one label or tag, of which there is nothing to learn."""
+    if len(names) < 2:
+        raise ValueError(
+            f"'{path}' has one {kind} in all of its rows, {min(names)!r}: a classifier needs two; "
+            "give rows of both"
+        )
 
 
 def split_of(config: Any) -> data.Split:

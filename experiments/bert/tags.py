@@ -61,6 +61,7 @@ def names_of(config: Any, found: set[Any]) -> tuple[str, ...]:
             f"'{config.data}' has the tag {min(strange, key=str)!r}, which is none of "
             f"{', '.join(names)}: name all by --tag-names, in the order of their numbers"
         )
+    common.check_several("tag", config.data, names)
     return names
 
 

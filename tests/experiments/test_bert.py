@@ -319,6 +319,7 @@ def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):
     flags = [*SIZES, *SMALL, "--task", "classify", "--data"]
     unnamed = labelled(tmp_path / "a", "csv", [{"sentence": "x", "label": 1}])
     few = labelled(tmp_path / "b", "jsonl", [{"text": "x", "label": 1}])
+    alike = labelled(tmp_path / "alike", "csv", [{"text": f"x {n}", "label": "a"} for n in ROWS])
     (tmp_path / "c.parquet").write_bytes(b"PAR1")
     wrong = {"d.csv": "x,", "e.csv": "a, b,1", "f.tsv": '"a" b\t1', "g.tsv": 'x\t0\n"a\t1'}
     for name, lines in wrong.items():
@@ -328,6 +329,7 @@ def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):
         ([unnamed], r"a.csv' row 1 has no 'text'; it has 'sentence', 'label': rename the field"),
         ([few], "b.jsonl' has . rows to train on and . held out: give more rows, or a folder"),
         ([str(tmp_path / "c.parquet")], "c.parquet' is cut short or damaged"),
+        ([alike], "alike.csv' has one label in all of its rows, 'a': a classifier needs two"),
         ([folder, "--class-weights"], "--class-weights is for labelled rows"),
         ([str(tmp_path / "d.csv")], "d.csv' row 1 has an empty 'label': fill it in, or drop"),
         ([str(tmp_path / "e.csv")], "e.csv' cannot be read near line 2: it has more fields than"),

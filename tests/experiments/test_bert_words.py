@@ -122,6 +122,9 @@ def test_the_first_token_of_a_word_has_its_tag_and_numbers_are_as_good_as_names(
         ValueError, match="has the tag 2, which is none of O, B-A: name all by --tag"
     ):
         built(tmp_path, "tags", "--tag-names", "O", "B-A")
+    (tmp_path / "names.jsonl").write_text('{"tokens": ["a"], "tags": ["O"]}\n' * 20)
+    with pytest.raises(ValueError, match="has one tag in all of its rows, 'O': a classifier needs"):
+        built(tmp_path, "tags")
 
 
 def test_a_token_of_the_space_before_a_word_is_not_the_word():
