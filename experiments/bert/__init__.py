@@ -108,6 +108,7 @@ class Config(language.Config):
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment: everything that is trained, planned or checked follows from it."""
     check_least(config, classes=2, held_out_rows=1, examples=0, stride=0)
+    check_tokenizer(config)  # before rows are read
     task = TASKS[config.task]
     config, split, sides = task.open_rows(config)
     named = dict.fromkeys(("target", "class_weights", "group"), classify) | {"tag_names": tags}
@@ -206,14 +207,15 @@ def model_config(config: Config, vocab_size: int) -> EncoderConfig:
 
 
 def check_tokenizer(config: Config) -> None:
-    """Refuses bytes, which have no mask."""
+    """Refuses bytes, which have no token that begins a row, as every task needs, and no mask."""
     if language.tokenizer_name(config) == "bytes":
-        raise ValueError("--tokenizer bytes has no token to mask with: give a number, or a file")
+        raise ValueError(
+            "--tokenizer bytes has no token that begins a row: give a number, or a tokenizer.json"
+        )
 
 
 def open_tokenizer(config: Config, split: data.Split) -> data.SubwordTokenizer:
     """Loads the tokenizer, or trains it on the split and adds BERT's tokens."""
-    check_tokenizer(config)
     name, kept = language.tokenizer_options(config).values()
     tokenizer = data.open_tokenizer(name, split, kept=kept)
     trained = data.trained_kind(name) and kept is None

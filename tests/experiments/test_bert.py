@@ -340,8 +340,6 @@ def test_labelled_rows_that_cannot_be_are_refused(tmp_path, folder):
             build(parse(Config, [*flags, *given]))
 
 
-SCORED = [row | {"label": f"{n % 7 / 2 + 0.25}"} for n, row in enumerate(ROWS)]
-NAMED = [
 @pytest.mark.parametrize(
     ("train", "why"),
     [
@@ -360,6 +358,8 @@ def test_a_run_ends_well_where_counted_words_cannot_be_fitted(train, why, tmp_pa
     assert "50.0% of 2 fragments right" in printed
 
 
+SCORED = [row | {"label": f"{n % 7 / 2 + 0.25}"} for n, row in enumerate(ROWS)]
+NAMED = [
     row | {"label": [x for x in "cab" if x in row["text_pair"] + "ab"[n % 2 :]]}
     for n, row in enumerate(ROWS)
 ]
@@ -510,7 +510,11 @@ def test_the_outline_is_of_the_experiment_that_trains(folder, task):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tokenizer", "bytes"], "--tokenizer bytes has no token to mask with"),
+        (["--tokenizer", "bytes"], "--tokenizer bytes has no token that begins a row"),
+        (
+            ["--task", "classify", "--data", "{folder}/none", "--tokenizer", "bytes"],
+            "--tokenizer bytes has no token that begins a row",  # before rows are read
+        ),
         (["--init-from", "{folder}"], "is neither a run nor a Hugging Face folder"),
         (["--init-from", "{masked}", "--layers", "2"], "--layers 2 is not for --init-from"),
         (["--init-from", "{masked}", "--seq-len", "17"], "--seq-len 17 is more than the 16"),
