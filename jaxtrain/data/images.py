@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from jaxtrain.host.paths import (
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 HELD_OUT = 0.2
 _SAMPLE = 32  # images whose bands say those of all
+_HEADERS = 10_000  # images at most of which the headers are read at the start: half a second
 _GREY = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N")
 _MAX_CLASSES = 1_000_000
 _NEEDS = "images are decoded by Pillow"
@@ -168,9 +169,10 @@ def open_images(path: str | os.PathLike[str], *, size: int | None = None) -> Lab
 
     Raises:
       FileNotFoundError: there is no such file or folder.
-      ValueError: no images, fewer than two classes, a label that is no class, or, on reading, an
-        image that cannot be decoded, has another shape than the first, or has colours among grey
-        ones.
+      ValueError: no images, fewer than two classes, a label that is no class, or an image that
+        cannot be decoded, has another shape than the first, or has colours among grey ones. What
+        the headers say of that (of 10,000 at most, and of none in a folder of a bucket) is told
+        here, the rest on reading.
       ImportError: Pillow, or for Parquet pyarrow, is not installed.
     """
     path = as_path(path)
@@ -265,7 +267,29 @@ class _Encoded:
             )
         return pixels
 
+    def check_headers(self) -> None:
+        """Raises ValueError where a header is of no image, or of another size than the first's."""
+        first = None
+        for index in spread(range(len(self._names)), _HEADERS):
+            with self._header(index) as image:
+                size = image.size
+            first = first or size
+            if self._size is None and size != first:
+                self[index]  # which is refused, unless it is turned by a tag
+
     def _open(self, index: int) -> Any:
+        with self._header(index) as opened:
+            opened.load()
+            with contextlib.suppress(Exception):  # Broken tags are common, and turn nothing.
+                _pillow().ImageOps.exif_transpose(opened, in_place=True)
+        if opened.mode in ("I", "F"):
+            name = self._names[index]
+            raise ValueError(f"{name} has pixels of 32 bits, of no known range: give 8 or 16 bits")
+        return opened
+
+    @contextlib.contextmanager
+    def _header(self, index: int) -> Iterator[Any]:
+        """An image of which the header is read; what its decoder raises names it."""
         pillow, name = _pillow(), self._names[index]
         source = self._encoded[index]
         source = source.as_py() if hasattr(source, "as_py") else source
@@ -276,8 +300,8 @@ class _Encoded:
             )
         source = io.BytesIO(source) if isinstance(source, bytes) else _content(source)
         try:
-            opened = pillow.Image.open(source)
-            opened.load()
+            with pillow.Image.open(source) as opened:
+                yield opened
         # Decoders raise what they like; the system's own errors are the loader's to judge.
         except Exception as error:
             if getattr(error, "errno", None):
@@ -285,11 +309,6 @@ class _Encoded:
             unknown = isinstance(error, pillow.UnidentifiedImageError)  # which names an object
             why = "" if unknown else f" ({error})"
             raise ValueError(f"{name} is no image, or damaged{why}") from None
-        with contextlib.suppress(Exception):  # Broken tags are common, and turn nothing.
-            pillow.ImageOps.exif_transpose(opened, in_place=True)
-        if opened.mode in ("I", "F"):
-            raise ValueError(f"{name} has pixels of 32 bits, of no known range: give 8 or 16 bits")
-        return opened
 
 
 def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
@@ -316,7 +335,10 @@ def _of_folder(path: Path, size: int | None) -> tuple[Any, ...]:
         # But what is kept of them is of these very files.
         key = key_of(path, (told[name] for name in found))
         files = _InBucket(str(path), key, found, bytes_of)
-    return _Encoded(files, names, size), labels, classes, found, stamp
+    images = _Encoded(files, names, size)
+    if not is_remote(path):
+        images.check_headers()
+    return images, labels, classes, found, stamp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,6 +379,7 @@ def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
         raise ValueError(f"'{path}' has the columns {table.column_names}: it needs image and label")
     rows = range(table.num_rows)
     images = _Encoded(table["image"], [f"'{path}' row {row}" for row in rows], size)
+    images.check_headers()
     labels = np.array(table["label"].to_pylist())
     return images, *_classes(labels, path), [str(row) for row in rows], stamp
 

@@ -76,11 +76,38 @@ def by_class(folder, images):
 def test_images_are_brought_to_a_size(tmp_path):
     by_class(tmp_path, [Image.new("RGB", (10 + n, 20)) for n in range(4)])
     assert open_images(tmp_path, size=6).shape == (6, 6, 3)
-    found = open_images(tmp_path)
     with pytest.raises(
         ValueError, match=r"has the shape .* and '.*0.png' has \(20, 10, 3\): give `im"
     ):
-        list(found.train) + list(found.held_out)
+        open_images(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["folder", "own.parquet"])
+def test_every_header_is_read_before_a_row_is(tmp_path, name):
+    images = [Image.new("RGB", (4, 6), (n, 0, 0)) for n in range(70)]
+    turned = Image.Exif()
+    turned[0x112] = 6  # of the same size when it is turned
+
+    def opened(at, content, size=None):
+        encoded = [png(np.asarray(image)) for image in images]
+        encoded[at] = content
+        for n, each in enumerate(encoded):
+            (tmp_path / "folder" / "xy"[n % 2]).mkdir(parents=True, exist_ok=True)
+            (tmp_path / "folder" / "xy"[n % 2] / f"{n:02}.png").write_bytes(each)
+        table = pyarrow.table({"image": encoded, "label": np.arange(70) % 2})
+        pyarrow.parquet.write_table(table, tmp_path / "own.parquet")
+        return open_images(tmp_path / name, size=size)
+
+    with io.BytesIO() as file:
+        Image.new("RGB", (6, 4)).save(file, "png", exif=turned)
+        assert opened(10, file.getvalue()).shape == (6, 4, 3)
+    other = png(np.zeros((6, 5, 3), np.uint8))
+    which = "10.png" if name == "folder" else "row 10"  # neither is in the sample of colours
+    with pytest.raises(ValueError, match=f"{which}' has the shape|{which} has the shape"):
+        opened(10, other)
+    assert opened(10, other, size=4).shape == (4, 4, 3)
+    with pytest.raises(ValueError, match=f"{which}'? is no image, or damaged"):
+        opened(10, b"x", size=4)
 
 
 def test_colours_stay_where_the_first_images_are_grey(tmp_path):
