@@ -168,9 +168,11 @@ def find_run_dir(
                 "choose another `run_dir`, or empty it yourself"
             )
         if taken and not (resume or overwrite or auto_resume):
+            go_on = "continue it with `resume`, delete it with `overwrite`"
+            if not _holds_step(found / CHECKPOINTS):  # A start that still compiles has none either.
+                go_on = "it has no checkpoint, so unless it is running, begin anew with `overwrite`"
             raise FileExistsError(
-                f"{found} holds a run already: continue it with `resume`, delete it with "
-                "`overwrite`, or choose another `run_dir`"
+                f"{found} holds a run already: {go_on}, or choose another `run_dir`"
             )
         paths.check_writable(found)
         # What an earlier attempt of this very launch has overwritten is that attempt's run.

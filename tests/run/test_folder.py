@@ -266,3 +266,13 @@ def test_no_module_of_a_run_names_a_file_that_the_list_lacks():
         }
         if path.name != "folder.py":
             assert found <= of_others, path
+
+
+def test_a_start_that_came_to_no_checkpoint_is_told_apart(tmp_path):
+    lock_run_dir(find_run_dir("a", str(tmp_path))[0])
+    with pytest.raises(FileExistsError, match="no checkpoint, so unless it is running, begin anew"):
+        find_run_dir("a", str(tmp_path))
+    assert find_run_dir("a", str(tmp_path), overwrite=True)[0] == tmp_path  # as it advises
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="holds a run already: continue it with `resume`"):
+        find_run_dir("a", str(tmp_path))
