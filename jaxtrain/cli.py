@@ -45,7 +45,7 @@ from jaxtrain.run.observe import terminal
 from jaxtrain.run.observe.profile import command as profile
 from jaxtrain.run.observe.report import command as report
 from jaxtrain.run.observe.report import live
-from jaxtrain.run.refusal import refuse_aliases, refusing
+from jaxtrain.run.refusal import refuse_aliases, refuse_two_names, refusing
 from jaxtrain.serve import command as serve
 from jaxtrain.serve import generate_command as generate
 from jaxtrain.serve.planning import plan_serving
@@ -455,6 +455,8 @@ def parse(arguments: list[str]) -> tuple[Any, list[str]]:
     flags_type = Union[arms]  # noqa: UP007
     given = COMMANDS.get(arguments[0]) if arguments else None
     read = {"args": arguments, "prog": "jaxtrain", "description": DESCRIPTION}
+    if given is not None:
+        refuse_two_names(given.options, arguments)
     if given is not None and given.passes_on and "--" in arguments:
         at = arguments.index("--")
         return tyro.cli(flags_type, **read | {"args": arguments[:at]}), arguments[at + 1 :]

@@ -127,6 +127,13 @@ def test_a_misspelt_option_of_a_command_with_an_experiment_is_named(capsys, type
     assert meant in err
 
 
+@pytest.mark.parametrize("command", ["evaluate", "predict", "generate", "serve"])
+@pytest.mark.parametrize("typed", ["--run A --model B", "--model=B --run=A"])
+def test_two_names_of_one_flag_are_refused(capsys, command, typed):
+    wanted = "error: --model and --run are names of one flag: give one of them\n"
+    assert run(capsys, command, *typed.split()) == (2, "", wanted)
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["schedule", "--stages", "2", "--mic"]])
 def test_what_cannot_be_read_is_status_2(capsys, arguments):
     with pytest.raises(SystemExit) as exit:

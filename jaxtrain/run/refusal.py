@@ -10,6 +10,7 @@ speaks of arguments, in backticks; here they become flags.
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import re
 import sys
 import sysconfig
@@ -115,6 +116,17 @@ def refuse_aliases(config_type: type, arguments: Sequence[str]) -> None:
         flag = names.get(typed.rpartition(".")[2])
         if word.startswith("--") and flag and typed not in flags:
             text = f"--{typed} is no option of this program: the same is --{flag} here"
+            raise refuse(ValueError(text))
+
+
+def refuse_two_names(options: type, arguments: Sequence[str]) -> None:
+    """Ends the program where two names of one flag are given, of which the last would count."""
+    typed = {word.partition("=")[0].replace("_", "-") for word in arguments}
+    for name, hint in typing.get_type_hints(options, include_extras=True).items():
+        marks = (getattr(mark, "aliases", None) or () for mark in getattr(hint, "__metadata__", ()))
+        names = [f"--{name.replace('_', '-')}", *itertools.chain.from_iterable(marks)]
+        if len(given := [each for each in names if each in typed]) > 1:
+            text = f"{' and '.join(given)} are names of one flag: give one of them"
             raise refuse(ValueError(text))
 
 
