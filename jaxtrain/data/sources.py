@@ -547,6 +547,7 @@ def _records(
         for number, line in enumerate(lines, before + 1):
             text = _decode(line, path, first_byte=first_byte)
             first_byte += len(line)
+            text = text.removeprefix("\ufeff") if number == 1 else text  # a mark of its encoding
             if text.strip():
                 where = f"'{path}' line {number}"
                 yield number, where, _json_record(text, where)
@@ -574,7 +575,8 @@ def _json_record(line: str, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error.msg} at column {error.colno})") from None
+        wrong = error.msg.removesuffix(" at")
+        raise ValueError(f"{where} is not JSON ({wrong} at column {error.colno})") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply to be read as JSON") from None
     return record if isinstance(record, dict) else {}

@@ -1,6 +1,8 @@
 """Sources: what is read, in which order, how it is split, and what is said of bad files."""
 
+import codecs
 import errno
+import gzip
 import hashlib
 import json
 import os
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import Document, hash_fraction, python_stdlib, sources, text_folder
+from jaxtrain.data.sources import rows_in
 from jaxtrain.host import storage
 
 
@@ -266,6 +269,7 @@ def test_reading_is_lazy(tmp_path):
         ({"a.jsonl": rows_of(["x"]) + b'{"body": "x"}'}, r"a.jsonl' line 2 has no field 'text'"),
         ({"a.jsonl": b"[1]"}, r"line 1 has no field 'text'; it has no fields"),
         ({"a.jsonl": b"\n{x"}, r"a.jsonl' line 2 is not JSON"),
+        ({"a.jsonl": b'{"a": "b'}, r"not JSON \(Unterminated string starting at column 7\)"),
         ({"a.jsonl": b'{"text": 3}'}, r"line 1 has a field 'text' of type int; it must be"),
         ({"a.jsonl": b'{"text": "\\ud800"}'}, r"line 1 .* half of a surrogate pair"),
         ({"a.parquet": b"not parquet at all"}, r"a.parquet' is cut short or damaged"),
@@ -276,6 +280,19 @@ def test_bad_content_is_named(tmp_path, files, message):
     with pytest.raises(ValueError, match=message) as caught:
         everything(text_folder(write(tmp_path, files)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_mark_of_the_encoding_before_the_first_row_is_dropped(tmp_path, name):
+    content = codecs.BOM_UTF8 + rows_of(["x", "y"])
+    files = {name: gzip.compress(content) if name.endswith("gz") else content}
+    (train, _), root = text_folder(write(tmp_path, files), held_out=0), tmp_path
+    assert [document.text for document in train] == [b"x", b"y"]
+    assert [row["text"] for row in rows_in(root / name, ["text"])] == ["x", "y"]
+    if name == "a.jsonl":
+        parts = train.files.cut(4)
+        assert [document.text for part in parts for document in part] == [b"x", b"y"]
+        assert len(parts) == 2
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.9, 0.999, None])
