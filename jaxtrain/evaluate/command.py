@@ -11,6 +11,7 @@ from typing import Any
 
 import jaxtrain
 from jaxtrain import data
+from jaxtrain.data.chat import forms_of
 from jaxtrain.evaluate import heads, pairs
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
@@ -173,13 +174,18 @@ def perplexity(
     model; its own end is not scored.
 
     Raises:
-      ValueError: there is no text.
+      ValueError: there is no text, or it is conversations.
     """
     stride = stride or -(-scorer.longest // 2)
     if stride > scorer.longest:
         raise ValueError(f"`stride` is {stride}: rows have {scorer.longest} tokens")
     tokenizer, nats, counts = opened.tokenizer, 0.0, {"documents": 0, "tokens": 0, "bytes": 0}
     rows: list[Row] = []
+    if forms_of(names := data.fields_of(name)) and field not in names:
+        raise ValueError(
+            f"'{name}' has conversations, and evaluate reads texts alone: give rows with a text, "
+            "and name it by --field"
+        )
     (begin,) = opened.begin[0][-1:] or (tokenizer.eod,)
 
     def scored() -> float:

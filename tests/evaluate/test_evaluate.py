@@ -184,6 +184,9 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys):
     assert "neither a run nor" in refused(capsys, *asked)
     assert "--mesh.pipe 2" in refused(capsys, *asked, "--mesh.pipe", "2")
     assert "--stride is 0" in refused(capsys, *asked, "--stride", "0")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    with pytest.raises(ValueError, match="has conversations, and evaluate reads texts alone"):
+        perplexity(str(tmp_path / "chat.jsonl"), None, None)
 
 
 def tasks(folder):
