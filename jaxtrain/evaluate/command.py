@@ -20,7 +20,7 @@ from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, make_folder
 from jaxtrain.models.decoder import DecoderConfig
-from jaxtrain.predict.heads import Model
+from jaxtrain.predict.heads import Model, check_read
 from jaxtrain.run import trained
 from jaxtrain.serve.engine import Engine
 
@@ -80,6 +80,9 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
             "neither --data nor --tasks nor --pairs is given: name texts, tasks, or pairs"
         )
     check_least(options, stride=1, shots=0, limit=1, rows=1)
+    for name in ("shots", "limit", "task_folder") if not options.tasks else ():
+        if (value := getattr(options, name)) is not None:
+            raise ValueError(f"`{name}` is {value}, which --tasks alone reads: leave it out")
     if options.out is not None:
         make_folder(as_path(options.out).parent)  # not when all has been computed
     if options.tasks:
@@ -121,7 +124,9 @@ def _rows(
     """The report of a file of rows, which is printed, and drawn beside the results."""
     stride = {} if options.stride is None else {"stride": options.stride}
     given = {"rows": options.rows, "seq_len": options.longest, "field": options.field}
-    found, confusion = heads.report(Model(opened, mesh, **given, **stride), name, options.group)
+    model = Model(opened, mesh, **given, **stride)
+    check_read(model, options, {"longest": "seq_len", "field": "field", "stride": "stride"})
+    found, confusion = heads.report(model, name, options.group)
     print("\n".join(heads.lines(name, found)), flush=True)
     if path is not None and confusion is not None:
         stem = as_path(name).stem
@@ -176,16 +181,16 @@ def perplexity(
     Raises:
       ValueError: there is no text, or it is conversations.
     """
-    stride = stride or -(-scorer.longest // 2)
-    if stride > scorer.longest:
-        raise ValueError(f"`stride` is {stride}: rows have {scorer.longest} tokens")
-    tokenizer, nats, counts = opened.tokenizer, 0.0, {"documents": 0, "tokens": 0, "bytes": 0}
-    rows: list[Row] = []
     if forms_of(names := data.fields_of(name)) and field not in names:
         raise ValueError(
             f"'{name}' has conversations, and evaluate reads texts alone: give rows with a text, "
             "and name it by --field"
         )
+    stride = stride or -(-scorer.longest // 2)
+    if stride > scorer.longest:
+        raise ValueError(f"`stride` is {stride}: rows have {scorer.longest} tokens")
+    tokenizer, nats, counts = opened.tokenizer, 0.0, {"documents": 0, "tokens": 0, "bytes": 0}
+    rows: list[Row] = []
     (begin,) = opened.begin[0][-1:] or (tokenizer.eod,)
 
     def scored() -> float:

@@ -10,7 +10,7 @@ import time
 from jaxtrain.hf.opening import ModelOptions
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import absolute, make_folder
-from jaxtrain.predict.heads import Model, head_of, predictions
+from jaxtrain.predict.heads import Model, check_read, predictions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,7 @@ def run_predict(options: PredictOptions, rest: list[str]) -> int:
     names = {field.name for field in dataclasses.fields(Model)} - {"mesh"}
     given = {name: value for name, value in vars(options).items() if name in names}
     model = Model(opened, mesh, **given)
-    read = head_of(model).options
-    for name in given.keys() - {"rows", *read}:
-        if given[name] != getattr(PredictOptions, name):
-            raise ValueError(
-                f"--{name.replace('_', '-')} is {given[name]}, which the head of the model in "
-                f"'{opened.folder}' does not read: leave it out"
-            )
+    check_read(model, options, {name: name for name in names - {"rows"}})
     start, count, said = time.monotonic(), 0, predictions(model, options.data)
     first = list(itertools.islice(said, 1))  # before an older file is replaced
     with contextlib.nullcontext(sys.stdout) if options.out is None else out.open("w") as file:

@@ -19,6 +19,7 @@ from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answer
 from jaxtrain.data.images import SUFFIXES
 from jaxtrain.data.sources import find_files, rows_in
 from jaxtrain.hf.opening import Opened, ends_of, fields_of
+from jaxtrain.host import least
 from jaxtrain.host.paths import as_path, is_folder
 from jaxtrain.models.decoding import check_positions, unscaled
 from jaxtrain.models.encoder import OF_ROWS
@@ -127,6 +128,18 @@ def head_of(model: Model) -> Head:
             "images' classes"
         )
     return known[kind]
+
+
+def check_read(model: Model, options: Any, fields: Mapping[str, str]) -> None:
+    """Refuses options of a command that the head of its model does not read: ``fields`` has by the
+    name of each the field of the :class:`Model` that it gives."""
+    read = head_of(model).options
+    for name, value in least.given(options).items():
+        if name in fields and fields[name] not in read:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}, which the head of the model in "
+                f"'{model.opened.folder}' does not read: leave it out"
+            )
 
 
 def predictions(model: Model, path: str) -> Iterator[dict[str, Any]]:

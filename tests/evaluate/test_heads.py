@@ -151,6 +151,16 @@ def test_what_cannot_be_reported_is_refused(monkeypatch, tmp_path, capsys):
     assert "the class 2, which is none of the model's: no, yes" in refused(capsys, *asked, rows)
     monkeypatch.setattr(command.extras, "load", lambda *names: None)
     assert "is no decoder" in refused(capsys, *asked, rows, "--tasks", "hellaswag")
+    for flag, value in (("--stride", "64"), ("--limit", "3"), ("--shots", "0")):
+        message = refused(capsys, *asked, rows, flag, value)
+        assert f"{flag} is {value}, which " in message
+    sizes = {"patch": 4, "layers": 1, "width": 8, "heads": 2, "classes": 2}
+    images = vit.ViTConfig(image=(8, 8, 1), **sizes)
+    stub(monkeypatch, images, tmp_path, lambda model: [])
+    for flag, value in (("--stride", "64"), ("--longest", "8"), ("--field", "body")):
+        wanted = f"{flag} is {value}, which the head of the model in '{tmp_path}' does not read"
+        assert wanted in refused(capsys, *asked, rows, flag, value)
+    stub(monkeypatch, config, tmp_path, lambda model: [])
     out = tmp_path / "new" / "results.jsonl"
     refused(capsys, *asked, rows, "--out", str(out))
     assert out.parent.is_dir()  # so that no result is lost for want of a folder
