@@ -658,10 +658,9 @@ def _tidy(folder: Path) -> None:
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[bool]:
     """Lets the processes of this host through one after the other; yields whether it could."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     lock, alone = folder.with_name(f"{folder.name}.lock"), False
     while True:
-        with open(lock, "w") as file:
+        with _open_lock(folder, lock) as file:
             with contextlib.suppress(OSError):  # A file system without locks: each does the work.
                 fcntl.flock(file, fcntl.LOCK_EX)
                 alone = True
@@ -672,6 +671,15 @@ def _one_at_a_time(folder: Path) -> Iterator[bool]:
                 return
             finally:
                 lock.unlink(missing_ok=True)
+
+
+def _open_lock(folder: Path, lock: Path) -> TextIO:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return open(lock, "w")
+    except OSError as error:  # which names the lock
+        text = f"the folder '{folder}' cannot be written ({error.strerror}): choose another"
+        raise OSError(error.errno, text) from None
 
 
 def _is_open(path: Path, file: TextIO) -> bool:

@@ -216,7 +216,7 @@ def _group(shape: Sequence[int], kind: Kind, group: int | None) -> int:
         even = " and is even, or int8" if unit == 2 else ""
         raise ValueError(
             f"a kernel of shape {tuple(shape)} has {D} inputs, of which {kind} shares a scale "
-            f"among {group}: give a group that divides {D}{even}"
+            f"among {group}: give a `group` that divides {D}{even}"
         )
     return group
 

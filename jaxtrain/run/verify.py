@@ -112,7 +112,7 @@ def _chain(run_dir: epath.PathLike) -> tuple[list[receipts.Line], list[str]]:
     """Reads and checks a run's chain; returns its lines, and what is wrong with it."""
     lines = receipts.read(run_dir)
     if not lines:
-        raise FileNotFoundError(f"{run_dir} has no {RECEIPTS}: the run was made without `receipt`")
+        raise FileNotFoundError(f"{run_dir} has no {RECEIPTS}: the run was made without --receipt")
     return lines, [f"{RECEIPTS}: {fault}" for fault in receipts.check(lines)]
 
 

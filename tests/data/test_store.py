@@ -834,3 +834,9 @@ def test_documents_without_files_need_no_cutting(tmp_path):
     documents = documents_of([b"ab", b"c"])
     split = Split(Documents(lambda: iter(documents)), documents)
     same(data.write_store(split, BYTES, tmp_path / "s").corpus(), tokenize(documents, BYTES))
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_not_its_lock():
+    split = Split([Document("a", b"x")], [])
+    with pytest.raises(OSError, match=r"folder '/proc/a' cannot be written .*: choose another"):
+        data.write_store(split, ByteTokenizer(), "/proc/a")

@@ -113,7 +113,7 @@ def test_gptq_takes_a_layers_inputs_behind_the_quantized_layers(model, tmp_path,
         ),
         (["--heads", "0"], "--heads is 0.0: give a share above 0 and up to 1"),
         (["--prune", "4:2"], "--prune is '4:2': give a share below 1, or N:M, such as 2:4"),
-        (["--quantize", "int4", "--group", "24"], "give a group that divides 64"),
+        (["--quantize", "int4", "--group", "24"], "give a --group that divides 64"),
     ],
 )
 def test_what_does_not_fit_is_refused(flags, message, model, tmp_path, capsys):

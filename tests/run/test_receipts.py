@@ -186,7 +186,8 @@ def test_what_is_changed_in_the_middle_is_found(audited, tmp_path, capsys):
     status, out, _ = command(capsys, "verify", str(run))
     assert status == 1
     assert "checkpoint 12 is not the state of its receipt: params/down/kernel" in out
-    assert "has no receipts.jsonl" in refused(capsys, "verify", str(tmp_path))
+    message = refused(capsys, "verify", str(tmp_path))
+    assert "has no receipts.jsonl: the run was made without --receipt" in message
 
 
 def test_a_resumed_run_continues_its_chain_and_says_where_bits_are_others(
