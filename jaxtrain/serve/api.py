@@ -170,8 +170,6 @@ class Reader:
             most = count
             if most is None:
                 most = max(1, room if chat else min(room, DEFAULT_TOKENS))
-            if most < 1 - echo:
-                raise ValueError(f"max_tokens is {most}: ask for at least one token")
             if most > room:
                 own = f"the prompt has {len(row)} tokens: " * (self.sources is None)
                 raise ValueError(
@@ -309,6 +307,8 @@ def _number(body: Mapping[str, Any], name: str) -> Any:
     value = body.get(name, default)
     if value is None:
         return None
+    if name.startswith("max_") and body.get("echo") is not True:  # of a prompt that is echoed, none
+        least = 1
     kinds = (int, float) if kind is float else (int,)
     above = name in _ABOVE_LEAST
     fits = type(value) in kinds and least <= value <= most and not (above and value == least)
