@@ -71,7 +71,9 @@ def ask(query: str, records: Sequence[Record]) -> tuple[list[str], list[tuple]]:
                 base.executemany("insert into log values (?, ?, ?, ?)", of)
         try:
             found = base.execute(query)
-            return [each[0] for each in found.description or ()], found.fetchall()
+            if found.description is None:
+                raise sqlite3.Error("it is no select statement; give one")
+            return [each[0] for each in found.description], found.fetchall()
         except (sqlite3.Error, sqlite3.Warning) as error:
             missing = re.match(r"no such column: (\w+)", str(error))
             near = missing and difflib.get_close_matches(missing[1], columns, n=1)

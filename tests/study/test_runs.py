@@ -41,6 +41,7 @@ def test_runs_are_rows_and_logs_are_rows(folders, capsys):
         ("select eval_los from runs", "no such column: eval_los: did you mean eval_loss?"),
         ("selekt 1", "the query cannot be answered"),
         ("select 1; select 2", "the query cannot be answered"),
+        ("drop table runs", "cannot be answered: it is no select statement; give one"),
     ],
 )
 def test_what_is_no_query_is_one_sentence(query, sentence, folders, capsys):
