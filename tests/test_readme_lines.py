@@ -260,7 +260,9 @@ MADE = {
         "python -m experiments.teach --distill.teacher runs/gpt-1 --distill.temperature 1 "
         "--data STORE --seq-len 32 --top 16 --out answers/"
     ],
-    r"runs/gpt-1(?! --distill)|watch|gpt --resume": [f"{GPT_RUN} runs/gpt-1"],
+    r"gpt --distill.teacher runs/gpt-1|runs/gpt-1(?! --distill)|watch|gpt --resume": [
+        f"{GPT_RUN} runs/gpt-1"
+    ],
     r"runs/gpt-2": [f"{GPT_RUN} runs/gpt-2"],
     r"teacher runs/teacher": [f"{GPT_RUN} runs/teacher"],
     r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],

@@ -12,7 +12,7 @@ import pytest
 
 from experiments import gpt, teach
 from jaxtrain import data
-from jaxtrain.data import taught
+from jaxtrain.data import ByteTokenizer, taught
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.distill import Distill, Distillation
 from jaxtrain.models import decoder
@@ -61,7 +61,7 @@ class Teaching(teach.Config):
     @property
     def teacher(self):
         weights = lambda model: decoder.init(TEACHER, jax.random.key(5))  # noqa: E731
-        own = {"model": TEACHER, "weights": weights, "is_run": True}
+        own = {"model": TEACHER, "weights": weights, "is_run": True, "tokenizer": ByteTokenizer}
         return types.SimpleNamespace(path="/nowhere", **own)
 
 
