@@ -24,15 +24,16 @@ from jaxtrain.data.chat import TEMPLATE
 from jaxtrain.experiment import no_batches
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.constrain import Constrain
+from jaxtrain.finetune.distill import Distill, Distillation
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf.family import OURS
-from jaxtrain.hf.opening import find_model
+from jaxtrain.hf.opening import find_model, labels_of
 from jaxtrain.host.paths import as_path, exists
 from jaxtrain.layout import Effect, Layout
 from jaxtrain.methods.population import Population
 from jaxtrain.models import decoder, mup
-from jaxtrain.models.config import head_of
+from jaxtrain.models.config import head_of, stacked_layers
 from jaxtrain.models.experts import upcycled
 from jaxtrain.models.generate import Weights, generate_step, prompts
 from jaxtrain.ops.packed import Kind
@@ -120,6 +121,11 @@ class Config(jt.Config):
     def source(self) -> "Source | None":
         """The model that the run starts from; None for random weights."""
         return None if self.init_from is None else open_source(self.init_from, self.form)
+
+    @functools.cached_property
+    def teacher(self) -> "Source | None":
+        """The model to learn from; None for the text alone."""
+        return open_teacher(self.distill, self.form) if hasattr(self, "distill") else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,8 +253,22 @@ def open_source(path: str, form: str) -> Source:
     return Source(path, model, is_run)
 
 
+def open_teacher(distill: Distill, *forms: str) -> Source | None:
+    """Opens what ``--distill.teacher`` names, as :func:`open_source` does; None without one."""
+    if distill.teacher is None:
+        return None
+    path, model, is_run = find_model(distill.teacher)
+    if (own := trained.form_of(model)) not in forms:
+        raise ValueError(
+            f"the teacher in '{path}' is of the form {own}, and a student of the form {forms[0]} "
+            f"learns from the form {' or '.join(forms)}: give such a teacher"
+        )
+    return Source(path, model, is_run)
+
+
 def tokenizer_name(config: Config) -> str:
-    """The tokenizer's flag, or the file of what the run begins with, or the experiment's own.
+    """The tokenizer's flag, or the file of what the run begins with or learns from, or the
+    experiment's own.
 
     Raises:
       ValueError: what the run begins with has none, so that the model would read tokens that it has
@@ -256,11 +276,11 @@ def tokenizer_name(config: Config) -> str:
     """
     if config.tokenizer is not None:
         return config.tokenizer
-    if config.source is not None:
-        path = as_path(config.source.path) / TOKENIZER_FILE
+    if begun := config.source or config.teacher:
+        path = as_path(begun.path) / TOKENIZER_FILE
         if exists(path):
             return str(path)
-        if config.source.is_run:
+        if begun.is_run:
             return "bytes"
     if data.tokenizer_of_stores(data.parse_data(config.data)) is not None:
         return "bytes"  # which means theirs
@@ -311,10 +331,25 @@ def check_same_tokens(source: Source, tokenizer: data.Tokenizer) -> None:
         )
 
 
+def check_same_labels(source: Source, names: Sequence[str]) -> None:
+    """Raises ValueError where a teacher's classes, labels or tags are not those of the data."""
+    if (own := labels_of(source.path, source.model)) != list(names):
+        own, wanted = (", ".join(x[:9]) + ", ..." * (len(x) > 9) or "none" for x in (own, names))
+        raise ValueError(
+            f"the teacher in '{source.path}' has the labels {own}, and the data {wanted}: give a "
+            "teacher of the same labels in the same order"
+        )
+
+
 def model_config(config: Config, vocab_size: int, /, **own: Any) -> Any:
     """The preset, or the model that the run begins with, changed by the flags that have the name of
-    one of its fields, and by what the experiment changes itself."""
+    one of its fields, and by what the experiment changes itself; one from scratch has as many
+    tokens, rows of its tables and types of tokens as its teacher."""
     kind, source = trained.FORMS[config.form][0], config.source
+    if source is None and config.teacher and vocab_size <= config.teacher.model.vocab_size:
+        vocab_size = config.teacher.model.vocab_size
+        names = {f.name for f in dataclasses.fields(kind)} & {"vocab_multiple", "token_types"}
+        own |= {name: getattr(config.teacher.model, name) for name in names}
     if source is None:
         preset = dataclasses.replace(config.models.PRESETS[config.model](), vocab_size=vocab_size)
     else:
@@ -483,6 +518,53 @@ def with_additions(config: Config, model: Any, experiment: jt.Experiment) -> jt.
     return changed.with_(params=lambda: hf.adapters.placed(begin(), found)) if found else changed
 
 
+def with_teacher(
+    config: Any,
+    model: Any,
+    experiment: jt.Experiment,
+    loss: Callable[..., Any],
+    *,
+    length: int | None = None,
+    flops: Callable[[Any], float] | None = None,
+    **sizes: Any,
+) -> jt.Experiment:
+    """Returns the experiment whose model learns from that of --distill.teacher too, where flags ask
+    for one.
+
+    Args:
+      loss: ``(model, teacher, **numbers)`` to the last stage that :class:`Distillation` takes.
+      length: tokens of a row.
+      flops: a step's, of a model.
+      sizes: fields of the teacher that are not as before.
+    """
+    if config.teacher is None:
+        if config.distill != type(config.distill)():
+            raise ValueError(
+                "--distill.teacher is not given, and other flags of --distill are: give it too"
+            )
+        return experiment
+    source, form = config.teacher, trained.form_of(config.teacher.model)
+    if length and source.model.positions == "learned" and source.model.seq_len < length:
+        raise ValueError(
+            f"the rows have {length} tokens and the teacher in '{source.path}' "
+            f"{source.model.seq_len} positions: give --seq-len {source.model.seq_len} or less"
+        )
+    module, made = trained.FORMS[form][1], form != "convnet"
+    sizes |= {"attention": model.attention} if made else {}
+    teacher = dataclasses.replace(source.model, **sizes)
+    change = Distillation(
+        module.stages(teacher) if made else None,
+        functools.partial(module.init if made else module.variables, teacher),
+        loss(model, teacher, **config.distill.numbers()),
+        depth=stacked_layers(model),
+        weights=functools.partial(source.weights, teacher),
+        teacher_rules=module.RULES,
+        cost=flops(teacher) / 3 / flops(model) if flops else 0.0,
+    )
+    taught = apply(experiment, change)
+    return taught if taught.task.params else taught.with_(params=lambda: change.params({}))
+
+
 def of_layers(config: Any, model: Any) -> dict[str, Any]:
     """The arguments of an experiment that are its model, made of layers, and its first weights."""
     module, source = config.models, config.source
@@ -553,10 +635,11 @@ def text_fields(
 
 
 def origin(config: Any) -> dict[str, str]:
-    """Returns the fingerprints of the order of rows, and of the model that the run begins with."""
+    """Returns the fingerprints of the order of rows, and of the models that the run begins with and
+    learns from."""
     found = {"order_of_rows": str(data.ORDER_VERSION)}
-    source = config.source
-    return found | ({} if source is None else {"begun_from": fingerprint_of(source.model)})
+    of = {"begun_from": config.source, "taught_by": getattr(config, "teacher", None)}
+    return found | {name: fingerprint_of(each.model) for name, each in of.items() if each}
 
 
 def fingerprint_of(model: Any) -> str:

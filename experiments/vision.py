@@ -9,6 +9,11 @@ Others: ``--data FOLDER`` with a folder of images for each class, a .parquet, or
 ``--model vit --init-from VIT`` begins with a run, a Hugging Face folder or a name on its hub:
 
     python -m experiments.vision --model vit --optimizer.name adamw --data FOLDER --init-from VIT
+
+A trained ConvNet or transformer may teach a transformer of the same classes:
+
+    python -m experiments.vision --run-dir runs/convnet
+    python -m experiments.vision --model vit --optimizer.name adamw --distill.teacher runs/convnet
 """
 
 import dataclasses
@@ -24,6 +29,7 @@ import numpy as np
 import jaxtrain as jt
 from experiments import language
 from jaxtrain import data, optim
+from jaxtrain.finetune.distill import Distill
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host import extras
 from jaxtrain.layout import Effect
@@ -95,6 +101,7 @@ class Config(jt.Config):
     dropout: float | None = None
     """Rate before the ConvNet's output, or on the transformer's embeddings and branches; left out,
     0.3 and 0.1."""
+    distill: Distill = dataclasses.field(default_factory=Distill)
     models = vit  # whose layers may lie in a pipeline
 
     @functools.cached_property
@@ -105,6 +112,21 @@ class Config(jt.Config):
         if self.model != "vit":
             raise ValueError(f"--init-from is not for --model {self.model}: give --model vit")
         return language.open_source(self.init_from, "vit")
+
+    @functools.cached_property
+    def teacher(self) -> language.Source | None:
+        """The model to learn from; None for the images alone."""
+        if self.model != "vit" and self.distill != Distill():
+            raise ValueError(
+                f"--distill.teacher is not for --model {self.model}, whose layers are no stack: "
+                "give --model vit, which a ConvNet may teach too"
+            )
+        return language.open_teacher(self.distill, "vit", "convnet")
+
+    @property
+    def begun(self) -> language.Source | None:
+        """The model that takes the images first: what the run starts from, or its teacher."""
+        return self.source or self.teacher
 
 
 def build(config: Config) -> jt.Experiment:
@@ -122,13 +144,13 @@ def build(config: Config) -> jt.Experiment:
         rows = data.Augmented(rows, config.seed, config.crop, config.flip, config.mixup)
     rows = data.WorkerRows(rows, config.decoders) if config.decoders else rows
     config = config.of_rows(rows)
-    return config.experiment(
+    experiment = config.experiment(
         "vision",
         rates=LEARNING_RATES if config.source is None else TUNING_RATES,
         **config.batches_of(rows, images.held_out),
         **make(config, images, **sizes),
         # Where the images lie; what they are has a fingerprint.
-        may_change=dict.fromkeys(("decoders", "data", "init_from"), Effect.SAME),
+        may_change=dict.fromkeys(("decoders", "data", "init_from", "distill.teacher"), Effect.SAME),
         item="images",
         fingerprints={"images": images.fingerprint} | language.origin(config),
         facts={
@@ -141,6 +163,21 @@ def build(config: Config) -> jt.Experiment:
         best_metric="accuracy",
         best_mode="max",
     )
+    if config.teacher is not None:
+        language.check_same_labels(config.teacher, images.classes)
+    if config.model != "vit":
+        return experiment
+    return language.with_teacher(config, vit_model(config, images, **sizes), experiment, taught)
+
+
+def taught(
+    model: vit.ViTConfig, teacher: vit.ViTConfig | convnet.ConvNetConfig, **share: float
+) -> Callable[..., jt.WeightedLoss]:
+    """Returns the last stage of a vision transformer that learns from a teacher."""
+    answers = lambda params, x, batch: vit.head_logits(teacher, params, x)  # noqa: E731
+    if isinstance(teacher, convnet.ConvNetConfig):
+        answers = lambda params, x, batch: convnet.logits(teacher, params, batch)  # noqa: E731
+    return vit.distillation_loss(model, answers, **share)
 
 
 def sizes_of(config: Config) -> dict[str, Any]:
@@ -185,13 +222,17 @@ def convnet_fields(config: Config, images: data.LabelledImages, **sizes: Any) ->
     return made | {"config": stored, "pictures": functools.partial(confusion, images, logits)}
 
 
+def vit_model(config: Config, images: data.LabelledImages, **sizes: Any) -> vit.ViTConfig:
+    """The vision transformer that the flags say."""
+    shape = {"classes": len(images.classes), **sizes}
+    if config.source is None:
+        return vit.ViTConfig(image=images.shape, **shape)
+    return dataclasses.replace(config.source.model, **shape)
+
+
 def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
     """The arguments of an experiment that are its model, a vision transformer."""
-    source, shape = config.source, {"classes": len(images.classes), **sizes}
-    if source is None:
-        model = vit.ViTConfig(image=images.shape, **shape)
-    else:
-        model = dataclasses.replace(source.model, **shape)
+    model, begun = vit_model(config, images, **sizes), config.begun
     if config.optimizer.name == "momentum":  # the ConvNet's, with which the loss stays at log(K)
         raise ValueError("--model vit cannot use momentum: give --optimizer.name adamw")
     tensor = config.layout.mesh.tensor or 1  # 0 is the mesh's to refuse
@@ -199,12 +240,14 @@ def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dic
         raise ValueError(
             f"--mesh.tensor {tensor} does not divide {model.heads} heads: use a divisor"
         )
-    uneven = model.length % tensor  # patches and one for the class often are
+    both = (model, config.teacher.model) if config.teacher else (model,)
+    # Patches and one for the class often are.
+    uneven = any(getattr(each, "length", 0) % tensor for each in both)
     logits = lambda state, batch: vit.logits(model, state.params, batch)  # noqa: E731
     stored = {"model": dataclasses.asdict(model), "form": "vit", "family": "vit"}
     stored |= {"special_tokens": label_fields(images.classes)}
     return language.of_layers(config, model) | {
-        "config": stored | {"pixels": source and source.told("pixels")},
+        "config": stored | {"pixels": begun and begun.told("pixels")},
         "pictures": functools.partial(confusion, images, logits),
         "rules": Rules(vit.RULES, axes={"residual": "context"} if uneven else {}),
     }
@@ -232,8 +275,8 @@ def load(config: Config) -> data.LabelledImages:
     """Returns the images to train on and the held-out ones: of the digits, every fifth."""
     if config.data != "digits":
         size = config.image_size
-        if size is None and config.source is not None and not config.data.endswith(".npz"):
-            height, width, _ = config.source.image
+        if size is None and config.begun is not None and not config.data.endswith(".npz"):
+            height, width, _ = config.begun.image
             size = height if height == width else None
         return data.open_images(config.data, size=size)
     if config.image_size is not None:
@@ -251,21 +294,27 @@ def load(config: Config) -> data.LabelledImages:
 
 
 def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImages:
-    """Returns images as the model that the run begins with takes them."""
-    if config.source is None:
+    """Returns images as the model that the run begins with, and its teacher, take them."""
+    if config.begun is None:
         return images
-    shape, pixels = config.source.image, config.source.told("pixels")
-    if images.shape != shape:
-        own, wanted = ("x".join(map(str, each)) for each in (images.shape, shape))
-        raise ValueError(
-            f"the images are {own} and the model in '{config.init_from}' has learned positions for "
-            f"{wanted}: give images of {wanted}, or image files without --image-size"
-        )
+    shape, pixels = config.begun.image, config.begun.told("pixels")
+    for each in filter(None, (config.source, config.teacher)):
+        if images.shape != each.image:
+            own, wanted = ("x".join(map(str, sizes)) for sizes in (images.shape, each.image))
+            raise ValueError(
+                f"the images are {own} and the model in '{each.path}' is of images of "
+                f"{wanted}: give images of {wanted}, or image files without --image-size"
+            )
+        if each.told("pixels") != pixels:
+            raise ValueError(
+                f"the teacher in '{each.path}' normalizes pixels by {each.told('pixels')}, and the "
+                f"model in '{config.init_from}' by {pixels}: give a teacher of the same"
+            )
     if pixels is None:
         return images
     if {len(each) for each in pixels.values()} != {shape[-1]}:
         raise ValueError(
-            f"the images of the model in '{config.init_from}' have {shape[-1]} channels, and it "
+            f"the images of the model in '{config.begun.path}' have {shape[-1]} channels, and it "
             f"normalizes {len(pixels['mean'])}"
         )
     sides = {side: data.Normalized(getattr(images, side), **pixels) for side in _SIDES}
@@ -275,7 +324,8 @@ def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImag
 def conclude(state: TrainState, means: Mapping[str, float]) -> list[str]:
     """Says how many held-out images were right."""
     del state
-    return [f"held-out accuracy {means['accuracy']:.2%}, loss {means['loss']:.4f}"]
+    loss = language.nats_of(means)
+    return [f"held-out accuracy {means['accuracy']:.2%}, loss {loss:.4f}"]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxtrain.tree import named_leaves
 
@@ -86,11 +87,12 @@ class WeightedLoss:
 
     Args:
       total: scalar, the loss summed over everything that counts (tokens, examples).
-      weight: scalar, how much counts; the reported loss is ``total / weight``.
+      weight: scalar, how much counts; the reported loss is ``total / weight``. It is a function of
+        the batch: one that depends on the parameters has no gradient, and is refused.
       metrics: name to scalar, or to an array of one shape in all parts (a load per expert). A bare
         value is summed like ``total`` and divided by ``weight``; a pair ``(total, weight)`` brings
         a weight of its own. ``jt.Max(x)``, ``jt.Sum(x)`` and ``jt.Last(x)`` are reduced so over
-        microbatches and batches of an evaluation.
+        microbatches and batches of an evaluation, in float32: whole numbers are exact to 2**24.
 
     >>> a = WeightedLoss(total=6.0, weight=3.0, metrics={"correct": 1.0})
     >>> (a + WeightedLoss(total=2.0, weight=1.0, metrics={"correct": 1.0})).means()
@@ -197,7 +199,7 @@ def as_weighted(loss: Any) -> WeightedLoss:
     """Brings what a loss function returned to a ``WeightedLoss`` of arrays; a scalar weighs 1.
 
     Raises:
-      ValueError: where the loss or its weight is no scalar.
+      ValueError: where the loss or its weight is no scalar, or a metric holds several.
     """
     if isinstance(loss, tuple):
         raise ValueError(
@@ -213,7 +215,35 @@ def as_weighted(loss: Any) -> WeightedLoss:
             "both must be scalars; return WeightedLoss(total=(loss * mask).sum(), "
             "weight=mask.sum())"
         )
+    for name, value in loss.metrics.items():
+        if isinstance(value, Mapping | list):
+            raise ValueError(
+                f"the metric {name!r} is a {type(value).__name__}: give each of its entries a name "
+                "of its own"
+            )
     return jax.tree.map(jnp.asarray, loss)
+
+
+@jax.custom_jvp
+def _constant(weight: jax.Array, params: Any) -> jax.Array:
+    return weight
+
+
+@functools.partial(_constant.defjvp, symbolic_zeros=True)
+def _constant_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
+    moves = lambda tree: any(not isinstance(x, SymbolicZero) for x in jax.tree.leaves(tree))  # noqa: E731
+    if all(map(moves, tangents)):
+        raise ValueError(
+            "the weight that the loss returns depends on the parameters, and a step takes it as a "
+            "constant: put jax.lax.stop_gradient around it, or return the scalar total / weight"
+        )
+    return primals[0], tangents[0]
+
+
+def of_constant_weight(loss: WeightedLoss, params: Any) -> WeightedLoss:
+    """Returns the loss, which raises ``ValueError`` where it is differentiated by ``params`` and
+    its weight is a function of them: only ``total`` has a gradient."""
+    return dataclasses.replace(loss, weight=_constant(loss.weight, params))
 
 
 def check_metrics(loss: WeightedLoss) -> None:

@@ -30,10 +30,17 @@ from jaxtrain.engines.plain import (
     trainable,
 )
 from jaxtrain.engines.reduction import reduced_once, why_not
-from jaxtrain.loss import LossFn, WeightedLoss, as_weighted, check_metrics, is_row_wise
+from jaxtrain.loss import (
+    LossFn,
+    WeightedLoss,
+    as_weighted,
+    check_metrics,
+    is_row_wise,
+    of_constant_weight,
+)
 from jaxtrain.ops.scaled import shares_lost
 from jaxtrain.optim import frozen, reports
-from jaxtrain.optim.accumulation import hold_state, updates_made
+from jaxtrain.optim.accumulation import hold_state, made_of_calls
 from jaxtrain.precision import OPTIMIZER, Policy, as_policy
 from jaxtrain.sharding.offload import back_to_host, casts_fetched, on_devices
 from jaxtrain.sharding.placement import Gather, constrain_tree, gather_for_loss, model_gathers
@@ -43,6 +50,7 @@ from jaxtrain.tree import (
     PyTree,
     all_finite,
     is_count,
+    map_named,
     name_of,
     named_leaves,
     partition,
@@ -295,9 +303,15 @@ def build_update(
         with jax.named_scope(OPTIMIZER), of_model((stack, True)):
             try:
                 updates, opt_state = optimizer.update(grads, before, given, **extras)
-            except Exception:
+            except Exception as error:
                 made = jax.eval_shape(optimizer.init, state.params)
                 if jax.tree.structure(made) == jax.tree.structure(state.opt_state):
+                    if isinstance(error, TypeError) and "required keyword-only" in str(error):
+                        raise ValueError(
+                            f"the optimizer asks for more than a step gives it ({error}): a step "
+                            "computes its gradient once, so leave out a line search, as in "
+                            "optax.lbfgs(linesearch=None)"
+                        ) from None
                     raise
                 raise ValueError(
                     "the state was made with another optimizer than the step: give init_state and "
@@ -305,16 +319,18 @@ def build_update(
                 ) from None
         opt_state = hold_state(~usable, before, opt_state)
         # Accumulated over calls, the last call of an update may be one that adds nothing.
-        applied = usable | (updates_made(opt_state) != updates_made(before))
-        params = jax.tree.map(
-            lambda p, g, new: p if g is None else jnp.where(applied, new, p),
+        made = made_of_calls(opt_state, before, names)
+        applied = {name: usable | made.get(name, False) for name in names}
+        params = map_named(
+            lambda name, p, g, new: p if g is None else jnp.where(applied[name], new, p),
             given,
             training,
             optax.apply_updates(given, updates),
         )
         if norms:
             metrics["param_norm"] = _norm(params)
-            metrics["update_norm"] = jnp.where(applied, _norm(updates), 0.0)
+            moves = lambda name, u: jnp.where(applied[name], u, 0)  # noqa: E731
+            metrics["update_norm"] = _norm(map_named(moves, updates))
         if state.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale.scale
         told = reports(opt_state, since=before)
@@ -416,7 +432,7 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
                     "the state holds model state and the loss does not update it: pass "
                     "has_model_state=True to the step builder, or create the state without it"
                 )
-            return as_weighted(loss_fn(params, batch, rng)), None
+            return of_constant_weight(as_weighted(loss_fn(params, batch, rng)), params), None
         if model_state is None:
             raise ValueError(
                 "has_model_state=True and the state holds no model state: pass "
@@ -429,7 +445,7 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
                 f"{type(result).__name__}"
             )
         _check_returned("loss", "model state", model_state, result[1])
-        return as_weighted(result[0]), result[1]
+        return of_constant_weight(as_weighted(result[0]), params), result[1]
 
     return normalized
 
@@ -471,6 +487,10 @@ def _norm(tree: PyTree) -> jax.Array:
 
 def _check_real(params: PyTree) -> None:
     for name, leaf in named_leaves(params).items():
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise ValueError(
+                f"parameter {name!r} is a random key: keep it in model state or in the batch"
+            )
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
                 f"parameter {name!r} is {leaf.dtype}: optimizers here take real gradients; keep "

@@ -66,11 +66,22 @@ def is_count(name: str) -> bool:
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Returns the leaves of ``tree`` by path name, in flattening order.
 
+    Raises:
+      ValueError: where two have one name.
+
     >>> named_leaves({"a": {"b": 1}, "c": [2, 3]})
     {'a/b': 1, 'c/0': 2, 'c/1': 3}
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    return {path_name(path): leaf for path, leaf in leaves}
+    named = {path_name(path): leaf for path, leaf in leaves}
+    if len(named) < len(leaves):
+        names = [path_name(path) for path, _ in leaves]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"two leaves have the path {twice!r}: call one of them differently, where keys such as "
+            "'a/b' stand beside a key 'a'"
+        )
+    return named
 
 
 def named_nodes(kind: Any, tree: Any) -> dict[str, Any]:

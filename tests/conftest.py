@@ -24,6 +24,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtrain.compare import parity
 from jaxtrain.host.simulated import thread_setting
@@ -34,8 +35,11 @@ parity.set_flags(parity.QUICK)
 
 jax.config.update("jax_num_cpu_devices", 8)
 os.environ.setdefault(*thread_setting(8))
-# What a test here compiles, it compiles: not every analysis survives the way through a file.
+# What a test compiles, it compiles: not every analysis survives the way through a file. Where whole
+# runs begin again and again, in these folders, equal programs are compiled once.
 jax.config.update("jax_enable_compilation_cache", False)
+RUNS = {"evaluate", "experiments", "finetune", "hf", "landscape", "methods", "predict", "run"}
+RUNS |= {"serve", "study"}
 # Programs that the tests start share what they compile, and leave the user's own cache alone.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtrain-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -56,6 +60,25 @@ gc.set_threshold(100_000)
 
 def pytest_collection_finish():
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(request):
+    """Keeps the programs of a file's tests, and of those before it, where files hold whole runs."""
+    folder = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
+    before = jax.config.jax_compilation_cache_dir
+    if folder in RUNS:
+        _keep_programs(True, os.path.join(os.environ["XDG_CACHE_HOME"], "tests"))
+    yield
+    if folder in RUNS:
+        _keep_programs(False, before)
+
+
+def _keep_programs(keep, folder):
+    jax.config.update("jax_enable_compilation_cache", keep)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()  # JAX asks its options once
 
 
 def pytest_addoption(parser):

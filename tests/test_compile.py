@@ -71,6 +71,14 @@ def test_a_program_that_keeps_its_old_state_is_reported():
     assert not donated.holds
 
 
+def test_a_step_is_compiled_where_jax_debug_nans_donates_nothing():
+    with jax.debug_nans(True):
+        state, mesh = make(data=8)
+        train = jt.compile_step(STEP, state, problems.make_batch(), mesh=mesh)
+        assert np.isfinite(train(state, problems.make_batch())[1]["loss"])
+    assert "jax_debug_nans and jax_debug_infs keep what they" in train.report()
+
+
 def test_a_leaf_that_is_not_donated_or_comes_back_elsewhere_is_reported_by_name():
     mesh = jt.make_mesh(data=8)
     placed, split = (NamedSharding(mesh, P(*axes)) for axes in ((), ("data",)))

@@ -64,7 +64,10 @@ SMALLER = {
     r"(-m|parity|compare|scaling) experiments\.(gpt|t5|bert) (?!.*(--data|--resume|--task))": TEXTS,
     r"-m experiments\.finetune": "--global-batch 8",
     r"experiments\.finetune .*(chat|pairs|judged)\.jsonl": "--seq-len 128 --sample-tokens 4",
-    r"-m experiments\.(bert|t5) (?!.*--init-from)": "--layers 2 --width 32 --tokenizer 300",
+    r"-m experiments\.(bert|t5) (?!.*(--init-from|--distill))": (
+        "--layers 2 --width 32 --tokenizer 300"
+    ),
+    r"-m experiments\.bert .*--distill": "--layers 1 --width 32",
     r"-m experiments\.bert ": "--examples 2",
     r"-m experiments\.t5 ": "--examples 8",
     r"-m experiments.*--model (gpt2|llama)": "--heads 8",
@@ -260,12 +263,19 @@ MADE = {
         "python -m experiments.teach --distill.teacher runs/gpt-1 --distill.temperature 1 "
         "--data STORE --seq-len 32 --top 16 --out answers/"
     ],
-    r"runs/gpt-1(?! --distill)|watch|gpt --resume": [f"{GPT_RUN} runs/gpt-1"],
+    r"gpt --distill.teacher runs/gpt-1|runs/gpt-1(?! --distill)|watch|gpt --resume": [
+        f"{GPT_RUN} runs/gpt-1"
+    ],
     r"runs/gpt-2": [f"{GPT_RUN} runs/gpt-2"],
     r"teacher runs/teacher": [f"{GPT_RUN} runs/teacher"],
     r"--run RUN": [f"{GPT_RUN} RUN {LLAMA}"],
-    r"--init-from runs/masked": [f"python -m experiments.bert {SHORT} 2 --run-dir runs/masked"],
-    r"evaluate --run runs/classes": [
+    r"(--init-from|teacher) runs/masked": [
+        f"python -m experiments.bert {SHORT} 2 --run-dir runs/masked"
+    ],
+    r"teacher runs/convnet": [
+        "python -m experiments.vision --channels 4 --steps 2 --run-dir runs/convnet"
+    ],
+    r"(evaluate --run|teacher) runs/classes": [
         f"python -m experiments.bert --task classify {SHORT} 2 --run-dir runs/classes".replace(
             "texts/", "rows.csv"
         )

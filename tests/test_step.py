@@ -1,5 +1,6 @@
 """The train step is a pure function: it can be vmapped, scanned, differentiated and jitted."""
 
+import functools
 import operator
 
 import chex
@@ -237,6 +238,28 @@ def test_a_step_of_weight_zero_changes_nothing_but_the_count(policy):
     assert (int(after.step), float(metrics["weight"]), int(metrics["skipped"])) == (2, 0, 0)
 
 
+@pytest.mark.parametrize("group", [optax.multi_transform, None], ids=["groups", "masked"])
+def test_a_call_that_adds_nothing_moves_only_what_is_accumulated(group):
+    parts = jt.make_optimizer("sgd", 0.1, accumulate=2), jt.make_optimizer("adamw", 0.1)
+    optimizer = optax.multi_transform(dict(zip("ab", parts, strict=True)), {"a": "a", "b": "b"})
+    if group is None:
+        masks = {"a": True, "b": False}, {"a": False, "b": True}
+        optimizer = optax.chain(*map(optax.masked, parts, masks))
+
+    def loss(params, batch, rng):
+        return jt.WeightedLoss((batch * (params["a"] + params["b"])).sum(), batch.sum())
+
+    ones = {"a": jnp.ones(()), "b": jnp.ones(())}
+    state = jt.init_state(lambda rng: ones, optimizer, jax.random.key(0))
+    step = jax.jit(jt.build_train_step(loss, optimizer, norms=True))
+    first, _ = step(state, jnp.ones(4))
+    assert (float(first.params["a"]), float(first.params["b"]) < 1) == (1, True)
+    second, metrics = step(first, jnp.zeros(4))
+    assert float(second.params["a"]) == pytest.approx(0.9)
+    assert float(second.params["b"]) == float(first.params["b"])
+    assert float(metrics["update_norm"]) == pytest.approx(0.1)
+
+
 def test_an_infinity_that_model_state_begins_with_leaves_no_step_out():
     def loss(params, seen, batch, rng):
         found = problems.loss_fn(params, batch, rng)
@@ -299,6 +322,20 @@ def test_a_metric_with_a_name_of_the_step_s_own_is_refused(name):
             step(state, jnp.zeros(1))
 
 
+def test_a_metric_of_several_is_refused():
+    loss = lambda params, x, rng: jt.WeightedLoss(x.sum(), 1.0, {"d": {"x": x}})  # noqa: E731
+    with pytest.raises(ValueError, match="the metric 'd' is a dict: give each of its entries"):
+        run(loss)
+
+
+def test_a_random_key_among_parameters_is_refused():
+    init = lambda rng: {"w": jnp.ones(2), "k": rng}  # noqa: E731
+    optimizer = jt.make_optimizer("sgd", 0.1)
+    state = jt.init_state(init, optimizer, jax.random.key(0))
+    with pytest.raises(ValueError, match="parameter 'k' is a random key"):
+        jt.build_train_step(lambda params, x, rng: params["w"].sum(), optimizer)(state, 0.0)
+
+
 def test_a_complex_parameter_is_refused_by_name():
     def loss(params, batch, rng):
         return jnp.abs(params["phase"]).sum()
@@ -307,6 +344,46 @@ def test_a_complex_parameter_is_refused_by_name():
     state = jt.init_state(init, optax.sgd(0.1), jax.random.key(0))
     with pytest.raises(ValueError, match="parameter 'phase' is complex64"):
         jt.build_train_step(loss, optax.sgd(0.1))(state, jnp.zeros(1))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_weight_that_is_a_function_of_parameters_is_refused(accumulate):
+    def loss(params, batch, rng, constant=lambda x: x):
+        shares = jax.nn.sigmoid(params["w"] * batch)
+        return jt.WeightedLoss((shares * (params["w"] - batch) ** 2).sum(), constant(shares.sum()))
+
+    still = functools.partial(loss, constant=jax.lax.stop_gradient)
+    state = jt.init_state(lambda rng: {"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
+    build = functools.partial(jt.build_train_step, optimizer=optax.sgd(0.1), accumulate=accumulate)
+    with pytest.raises(ValueError, match="the weight that the loss returns depends on the param"):
+        build(loss)(state, jnp.arange(4.0))
+    assert np.isfinite(build(still)(state, jnp.arange(4.0))[1]["loss"])
+    # A loss whose weight is learned elsewhere is differentiated as any other.
+    learned = lambda params, x, rng: jt.WeightedLoss((x * params["w"]).sum(), (x**2).sum())  # noqa: E731
+    slope = jax.grad(lambda x: build(learned)(state, x)[0].params["w"])(jnp.arange(1.0, 5))
+    x = np.arange(1.0, 5)
+    expected = -0.1 * (1 / (x**2).sum() - x.sum() * 2 * x / (x**2).sum() ** 2)
+    np.testing.assert_allclose(slope, expected, rtol=1e-5)
+
+
+def test_leaves_of_one_name_are_refused():
+    both = {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}
+    with pytest.raises(ValueError, match="two leaves have the path 'a/b'"):
+        jt.init_state(lambda rng: both, optax.sgd(0.1), jax.random.key(0))
+
+
+def test_an_optimizer_that_searches_along_a_line_is_told_what_a_step_gives():
+    def loss(params, batch, rng):
+        return jnp.square(params["w"] - batch).sum()
+
+    for optimizer, works in ((optax.lbfgs(), False), (optax.lbfgs(linesearch=None), True)):
+        state = jt.init_state(lambda rng: {"w": jnp.ones(2)}, optimizer, jax.random.key(0))
+        step = jt.build_train_step(loss, optimizer)
+        if works:
+            assert np.isfinite(step(state, jnp.zeros(2))[1]["loss"])
+        else:
+            with pytest.raises(ValueError, match="asks for more than a step gives it"):
+                step(state, jnp.zeros(2))
 
 
 def test_multisteps_in_the_chain_equals_the_scan_in_the_step_with_ragged_masks():

@@ -12,6 +12,7 @@ masked token; a classification takes 87 to 104 and tells 86.8 % of the fragments
     python -m experiments.bert --run-dir runs/masked
     python -m experiments.bert --task classify
     python -m experiments.bert --task classify --init-from runs/masked
+    python -m experiments.bert --distill.teacher runs/masked --width 64
     python -m experiments.bert --task classify --target score --init-from BERT --data pairs.csv
     python -m experiments.bert --init-from BERT --data my_texts/
     python -m experiments.bert --task tags --init-from BERT --data names.jsonl
@@ -32,6 +33,7 @@ from experiments.bert.common import Text, row_length
 from experiments.members import of_members
 from jaxtrain import data
 from jaxtrain.data.enclosed import FIRST, MASK, row_ends, special_id
+from jaxtrain.finetune.distill import DistillTokens, student_loss
 from jaxtrain.hf.encoders import label_fields
 from jaxtrain.host.least import check_least
 from jaxtrain.methods.group_dro import RATE
@@ -98,6 +100,7 @@ class Config(language.Config):
     """Rows to evaluate on, at most."""
     examples: int = 8
     """Held-out tokens or fragments to show when training is over."""
+    distill: DistillTokens = dataclasses.field(default_factory=DistillTokens)
 
     steps: int = 800
     global_batch: int = 32
@@ -129,6 +132,13 @@ def build(config: Config) -> jt.Experiment:
     if config.also_held_out is not None:
         old = old_rows(config, model, tokenizer, text)
         sets["old"], prints["held_out_text.old"] = old.held_out, old.prints[1]
+    more = dict(text.more)
+    if config.teacher is not None:
+        language.check_same_tokens(config.teacher, tokenizer)
+        if config.teacher.model.head == model.head:
+            language.check_same_labels(config.teacher, text.classes)
+        if "eval_loss_fn" in more:
+            more["eval_loss_fn"] = student_loss(more["eval_loss_fn"])
     step = outline(config, vocab_size=tokenizer.vocab_size)
     told = special_tokens(config, tokenizer)
     told |= label_fields(text.classes) if text.classes else {}
@@ -137,7 +147,7 @@ def build(config: Config) -> jt.Experiment:
         **language.text_fields(config, step, tokenizer, prints, special_tokens=told),
         facts=language.facts(config, model, facts(config, text)),
         conclude=functools.partial(task.conclude, config, model, text),
-        **text.more,
+        **more,
     )
 
 
@@ -165,10 +175,11 @@ def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
     length = row_length(config, model)
     batch = batch_shapes(config, length)
     of_row = dict.fromkeys(OF_ROWS, 1) | {"tokens": data.predictions(length, config.mask_rate)}
-    flops = encoder.flops_per_row(model, length=length, predictions=of_row.get(model.head, length))
+    of_row = {"length": length, "predictions": of_row.get(model.head, length)}
+    flops_of = functools.partial(encoder.flops_per_row, **of_row)
     rates = RATES if config.source is None or config.source.is_run else PUBLISHED
     family = "roberta" if config.model.startswith("roberta") else "bert"
-    return language.outline(
+    experiment = language.outline(
         config,
         "bert",
         model,
@@ -176,10 +187,17 @@ def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
         rates=(language.tuning_rates(LEARNING_RATES) if config.source else {}) | rates,
         stored={} if config.source else {"family": family},
         items_per_step=config.global_batch * length,
-        flops_per_step=float(config.global_batch * flops),
+        flops_per_step=float(config.global_batch * flops_of(model)),
         **language.of_width(config, model, model_config),
         **TASKS[config.task].METADATA,
     )
+    if config.target == "score" and config.distill.temperature != DistillTokens.temperature:
+        raise ValueError(
+            f"--distill.temperature is {config.distill.temperature}, and --target score learns a "
+            "teacher's scores by their squared error, which has none: leave it out"
+        )
+    how = {"length": length, "flops": flops_of}
+    return language.with_teacher(config, model, experiment, encoder.distillation_loss, **how)
 
 
 def batch_shapes(config: Config, length: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import language
 from experiments.bert import common
 from jaxtrain import data
 from jaxtrain.data.enclosed import MASK, special_id
@@ -55,7 +56,8 @@ def conclude(
     often = np.bincount(targets).max() / len(targets)
     lines = [
         f"held-out: {means['accuracy']:.1%} of {len(targets):,} masked tokens right, loss "
-        f"{means['loss']:.3f} nats; always the most frequent token is right in {often:.1%}"
+        f"{language.nats_of(means):.3f} nats; always the most frequent token is right in "
+        f"{often:.1%}"
     ]
     if not config.examples:
         return lines

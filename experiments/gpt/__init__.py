@@ -26,11 +26,10 @@ from experiments.members import of_members
 from jaxtrain import data
 from jaxtrain.data.taught import Taught, read_about
 from jaxtrain.finetune.change import apply
-from jaxtrain.finetune.distill import Distill, Distillation, StoredDistillation
+from jaxtrain.finetune.distill import DistillText, StoredDistillation
 from jaxtrain.finetune.preferences import Preference, Preferences
 from jaxtrain.host.least import check_least
 from jaxtrain.models import decoder, decoding
-from jaxtrain.models.config import stacked_layers
 from jaxtrain.sharding.rules import Rules
 from jaxtrain.state import TrainState
 
@@ -86,7 +85,7 @@ class Config(language.Config):
     """Steps between watermarks: looks at what `jaxtrain tokenize --append` has added to the store
     of --data, which is read from that step on. 0 reads the store as it is at the start."""
     preference: Preference = dataclasses.field(default_factory=Preference)
-    distill: Distill = dataclasses.field(default_factory=Distill)
+    distill: DistillText = dataclasses.field(default_factory=DistillText)
     held_out_bytes: int = 300_000
     """Bytes of held-out text to evaluate on, in whole documents, of each source."""
 
@@ -100,12 +99,6 @@ class Config(language.Config):
     """Measures of what the trained model writes for held-out rows, which the conclusion has."""
     measured_rows: int = 100
     """Held-out conversations whose answers are written for --measures, at most."""
-
-    @functools.cached_property
-    def teacher(self) -> language.Source | None:
-        """The model to learn from; None for the text alone."""
-        path = self.distill.teacher
-        return None if path is None else language.open_source(path, self.form)
 
     def filled(self, typed: Collection[str]) -> "Config":
         """Returns the config with what follows from its depth or budget."""
@@ -156,8 +149,7 @@ def build(config: Config) -> jt.Experiment:
     old = old_text(config, text, chat) if config.also_held_out else {}
     held_out_rows |= {name: data.pack(each, model.seq_len) for name, (_, each) in old.items()}
     beginning = functools.partial(asked, texts, model.seq_len // 2)
-    taught = config.teacher and {"taught_by": language.fingerprint_of(config.teacher.model)}
-    fingerprints, mixture = dict(taught or {}), {}
+    fingerprints, mixture = {}, {}
     for name, (train, held_out) in (texts | old).items():
         of = f".{name}" if name else ""  # the only one has no name
         fingerprints |= {f"text{of}": train.fingerprint, f"held_out_text{of}": held_out.fingerprint}
@@ -213,17 +205,18 @@ def _outline(config: Config, *, vocab_size: int | None) -> jt.Experiment:
         raise ValueError("--preference.loss and the like are for preferences, and --data has none")
     if config.distill.stored is not None:
         return with_answers(config, model, experiment, pairs=pairs)
-    if config.teacher is not None or config.distill != Distill():
-        return with_teacher(config, model, experiment, pairs=pairs)
-    return preference_task(config, model, experiment) if pairs else experiment
+    for found, what in ((pairs, "preferences"), (model.z_loss, f"--z-loss {model.z_loss}")):
+        if found and config.teacher is not None:
+            raise ValueError(f"{what} and --distill.teacher are losses of their own: leave one out")
+    sizes = {"length": model.seq_len, "seq_len": model.seq_len}
+    how = sizes | {"flops": decoder.flops_per_token}
+    taught = language.with_teacher(config, model, experiment, decoder.distillation_loss, **how)
+    return preference_task(config, model, experiment) if pairs else taught
 
 
 def model_config(config: Config, vocab_size: int) -> decoder.DecoderConfig:
-    """The model: one from scratch has as many tokens, and rows of its tables, as its teacher; a
-    reward model has a head of its own."""
-    own, teacher = {}, config.teacher and config.teacher.model
-    if teacher and config.source is None and vocab_size <= teacher.vocab_size:
-        own = {name: getattr(teacher, name) for name in ("vocab_size", "vocab_multiple")}
+    """The model; a reward model has a head of its own."""
+    own = {}
     if config.preference.loss == "reward":
         own["head"] = "score"
     elif config.source is not None and config.source.model.head == "score":
@@ -264,38 +257,6 @@ def with_answers(
     batch["teacher_log_probs"] = kind(shape, about["dtype"])
     loss = decoder.stored_distillation_loss(model, **numbers)
     return apply(experiment, StoredDistillation(loss), batch=batch)
-
-
-def with_teacher(
-    config: Config, model: decoder.DecoderConfig, experiment: jt.Experiment, *, pairs: bool
-) -> jt.Experiment:
-    """Makes of the experiment the one whose model learns from a trained one too."""
-    if config.teacher is None:
-        raise ValueError(
-            "--distill.teacher is not given, and other flags of --distill are: give it too"
-        )
-    for found, what in ((pairs, "preferences"), (model.z_loss, f"--z-loss {model.z_loss}")):
-        if found:
-            raise ValueError(f"{what} and --distill.teacher are losses of their own: leave one out")
-    path, teacher = config.distill.teacher, config.teacher.model
-    if teacher.positions == "learned" and teacher.seq_len < model.seq_len:
-        raise ValueError(
-            f"the rows have {model.seq_len} tokens and the teacher in '{path}' {teacher.seq_len} "
-            f"positions: give --seq-len {teacher.seq_len} or less"
-        )
-    teacher = dataclasses.replace(teacher, seq_len=model.seq_len, attention=model.attention)
-    forward = decoder.flops_per_token(teacher) / 3
-    change = Distillation(
-        decoder.stages(teacher),
-        functools.partial(decoder.init, teacher),
-        decoder.distillation_loss(model, teacher, **config.distill.numbers()),
-        depth=stacked_layers(model),
-        weights=functools.partial(config.teacher.weights, teacher),
-        teacher_rules=decoder.RULES,
-        cost=forward / decoder.flops_per_token(model),
-    )
-    taught = apply(experiment, change)
-    return taught if taught.task.params else taught.with_(params=lambda: change.params({}))
 
 
 def old_text(

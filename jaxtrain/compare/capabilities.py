@@ -49,7 +49,7 @@ from jaxtrain.methods.method import Method
 from jaxtrain.methods.population import Member, follow, populate
 from jaxtrain.methods.privacy import check_private
 from jaxtrain.methods.rollouts import Rollouts, rollouts
-from jaxtrain.models import decoder, encoder
+from jaxtrain.models import convnet, decoder, encoder, vit
 from jaxtrain.models.config import stacked_layers
 from jaxtrain.models.generate import Scored
 from jaxtrain.optim import OPTIMIZERS
@@ -83,6 +83,8 @@ BASES: dict[str, dict[str, str]] = {
     "experiments.caption": _ANY | {"--layers": "4", "--width": "16", "--heads": "2"},
     "experiments.clip": _ANY | {"--layers": "2", "--width": "16", "--heads": "2", "--crop": "0"},
 }
+_SIZES = (each for each in _LAYERS.items() if each[0] not in _ANY)
+_VIT = ("--model", "vit", *itertools.chain(*_SIZES))
 _RULE = "--optimizer."
 _READ_BY_STEP = ("--optimizer.freeze", "--optimizer.accumulate", "--optimizer.watch-every")
 # Rounding does not average out in models 16 wide.
@@ -226,8 +228,6 @@ def _grows(experiment: Experiment) -> Experiment:
 
 
 def _models() -> Iterator[Capability]:
-    sizes = (each for each in _LAYERS.items() if each[0] not in _ANY)
-    vit = ("--model", "vit", *itertools.chain(*sizes))
     for name, module, flags, called in (
         ("Llama", "gpt", ("--model", "llama-1b"), "model"),
         ("Gemma", "gpt", ("--model", "gemma3-1b"), "model"),
@@ -238,7 +238,7 @@ def _models() -> Iterator[Capability]:
         ("attention sinks", "gpt", ("--model", "gpt-oss-20b"), "model|expert|sinks"),
         ("encoder", "bert", (), "bert|encoder"),
         ("encoder-decoder", "t5", (), "t5|decoder|two stacks"),
-        ("vision transformer", "vision", vit, "vit|image|model"),
+        ("vision transformer", "vision", _VIT, "vit|image|model"),
         (
             "captions of images",
             "caption",
@@ -414,13 +414,25 @@ def _constrained(experiment: Experiment) -> Experiment:
 def _distilled(experiment: Experiment) -> Experiment:
     """A wider teacher, whose layers are no multiple of the student's."""
     model = trained.read_model(experiment.metadata.config, where="compose")
+    module = trained.FORMS[trained.form_of(model)][1]
     sizes = {"layers": model.layers + 2, "width": 24, "head_dim": None, "mlp_width": None}
-    teacher = dataclasses.replace(model, **sizes)
+    names = {field.name for field in dataclasses.fields(model)}
+    teacher = dataclasses.replace(model, **{k: sizes[k] for k in sizes.keys() & names})
     # As drawn, all tokens are alike to both models, and their divergence is rounding.
-    init = lambda rng: jax.tree.map(lambda x: 4 * x, decoder.init(teacher, rng))  # noqa: E731
-    loss = decoder.distillation_loss(model, teacher, temperature=2.0, mix=0.5, hidden=0.5)
-    given = {"depth": stacked_layers(model), "teacher_rules": decoder.RULES}
-    return apply(experiment, Distillation(decoder.stages(teacher), init, loss, **given))
+    init = lambda rng: jax.tree.map(lambda x: 4 * x, module.init(teacher, rng))  # noqa: E731
+    loss = module.distillation_loss(model, teacher, temperature=2.0, mix=0.5, hidden=0.5)
+    given = {"depth": stacked_layers(model), "teacher_rules": module.RULES}
+    return apply(experiment, Distillation(module.stages(teacher), init, loss, **given))
+
+
+def _taught_by_convnet(experiment: Experiment) -> Experiment:
+    """A teacher without stages, for a vision transformer."""
+    model = trained.read_model(experiment.metadata.config, where="compose")
+    teacher = convnet.ConvNetConfig(model.image, model.classes, channels=(8, 8))
+    answers = lambda params, x, batch: convnet.logits(teacher, params, batch)  # noqa: E731
+    loss = vit.distillation_loss(model, answers, temperature=2.0, mix=0.5)
+    init = functools.partial(convnet.variables, teacher)
+    return apply(experiment, Distillation(None, init, loss, depth=stacked_layers(model)))
 
 
 def _answered(experiment: Experiment) -> Experiment:
@@ -512,6 +524,10 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("reward model", change=functools.partial(_preferences, "reward"), **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}
     yield tune("distillation", change=_distilled, **names)
+    own = names | {"module": "experiments.bert"}
+    yield tune("distillation of an encoder", change=_distilled, **own)
+    own = names | {"module": "experiments.vision", "flags": _VIT}
+    yield tune("distillation of images", change=_taught_by_convnet, **own)
     names = {"called": "distil|answers|losses? of their own", "module": "experiments.gpt"}
     yield tune("distillation, stored", change=_answered, **names)
 

@@ -56,6 +56,7 @@ from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.layout import Layout, PipelineLayout
 from jaxtrain.ops.scaled import RECIPES
+from jaxtrain.optim.chains import freezing
 from jaxtrain.precision import Policy
 from jaxtrain.sharding.mesh import simulated_hosts
 from jaxtrain.sharding.placement import Gather
@@ -207,7 +208,7 @@ def parity(
         name="parity",
         init_fn=init_fn,
         loss_fn=loss_fn,
-        optimizer=optax.adamw(1e-3, eps=1e-6) if optimizer is None else optimizer,
+        optimizer=freezing(optax.adamw(1e-3, eps=1e-6), None) if optimizer is None else optimizer,
         batch=jax.eval_shape(lambda batch: batch, batch),
         train_batches=lambda start, sharding: contextlib.nullcontext(itertools.repeat(batch)),
         steps=steps,

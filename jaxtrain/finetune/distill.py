@@ -1,10 +1,11 @@
-"""Distillation: a student learns from all that a trained teacher says of each token.
+"""Distillation: a student learns from all that a trained teacher says of each token, row or image.
 
-Hinton et al. 2015, https://arxiv.org/abs/1503.02531: the loss of a token is
+Hinton et al. 2015, https://arxiv.org/abs/1503.02531: the loss is
 
     (1 - mix) cross-entropy + mix T^2 KL(teacher || student),
 
-of which the second is that of both models' softmax at the temperature T.
+of which the second is that of both models' softmax at the temperature T
+(:mod:`jaxtrain.models.distilling`).
 
 Shapes: L stacked layers of the student, M of the teacher, K = ceil(M / L).
 """
@@ -31,32 +32,52 @@ TEACHER = "teacher"
 
 @dataclasses.dataclass(frozen=True)
 class Distill:
-    """A trained model to learn from, besides the text."""
+    """A trained model to learn from, besides the data."""
 
     teacher: str | None = None
     """A run of this experiment, a Hugging Face folder, or a name on its hub: a model of the same
-    tokens, which may be deeper and wider, and stays as it is."""
-    stored: str | None = None
-    """A folder of such a model's answers that experiments.teach has written, in place of it."""
+    tokens and labels, which may be deeper and wider, and stays as it is."""
     temperature: float = 2.0
     """The logits of both are divided by this before they are compared."""
     mix: float = 0.5
-    """The share of the teacher in the loss; the rest is the text's."""
-    hidden: float = 0.0
-    """A weight of what both models' last hidden states differ by: the squared differences of the
-    cosines of a document's tokens, which need no common width."""
+    """The share of the teacher in the loss; the rest is the data's."""
 
     def numbers(self) -> dict[str, float]:
-        """Returns temperature, mix and hidden; raises ValueError for those that cannot be."""
+        """Returns the numbers of the loss by name; raises ValueError for those that cannot be."""
         if not 0 < self.temperature < float("inf"):
             raise ValueError(f"`temperature` is {self.temperature}: give a number above 0")
         if not 0 <= self.mix <= 1:
             raise ValueError(f"`mix` is {self.mix}, and is a share: give a number from 0 to 1")
+        return {"temperature": self.temperature, "mix": self.mix}
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillTokens(Distill):
+    """A trained model to learn from, besides the text."""
+
+    hidden: float = 0.0
+    """A weight of what both models' last hidden states differ by: the squared differences of the
+    cosines of a document's predicted tokens, which need no common width."""
+
+    def numbers(self) -> dict[str, float]:
         if not 0 <= self.hidden < float("inf"):
             raise ValueError(
                 f"`hidden` is {self.hidden}, and is a weight: give 0 or a number above"
             )
-        return {"temperature": self.temperature, "mix": self.mix, "hidden": self.hidden}
+        return {**super().numbers(), "hidden": self.hidden}
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillText(DistillTokens):
+    """A trained decoder to learn from, or its stored answers, besides the text."""
+
+    stored: str | None = None
+    """A folder of such a model's answers that experiments.teach has written, in place of it."""
+
+
+def student_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss of the student alone as one of parameters that have its teacher's too."""
+    return lambda params, *rest: loss_fn(without(params, TEACHER), *rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +106,19 @@ class Distillation(Change):
     models'; the teacher costs a forward pass and its weights, no gradient and no moment.
 
     Args:
-      teacher: the model to learn from, in one stack of layers that share no parameters.
+      teacher: the model to learn from, in one stack of layers that share no parameters; None for a
+        model without stages, such as a ConvNet, which ``head_loss`` computes whole, from the batch.
       init: ``rng -> params`` of the teacher, in natural order.
       head_loss: ``(params, x, teacher_params, teacher_x, batch) -> WeightedLoss``, in place of the
-        student's ``head_loss``, such as :func:`jaxtrain.models.decoder.distillation_loss`.
+        student's ``head_loss``, such as :func:`jaxtrain.models.decoder.distillation_loss`. Without
+        stages ``teacher_x`` is None.
       depth: L, of the stack alone.
       weights: returns the teacher's trained parameters, which begin in the place of those drawn.
       teacher_rules: its sharding rules, whose patterns begin with ``^``.
       cost: FLOPs of the teacher's forward pass over those of a step of the student.
     """
 
-    teacher: Stages
+    teacher: Stages | None
     init: Callable[[jax.Array], PyTree]
     head_loss: Callable[[PyTree, PyTree, PyTree, PyTree, PyTree], WeightedLoss]
     depth: int
@@ -119,6 +142,8 @@ class Distillation(Change):
         if rng is None and self.weights is None:
             return dict(params)
         found = self.weights() if rng is None else self.init(jax.random.fold_in(rng, 1))
+        if self.teacher is None:
+            return {**params, TEACHER: found}
         outer = {name: value for name, value in found.items() if name != STACKED}
         layers = {TEACHER: jax.tree.map(self.order.split, found[STACKED])}
         return {**params, STACKED: {**params.get(STACKED, {}), **layers}, TEACHER: outer}
@@ -142,10 +167,24 @@ class Distillation(Change):
         return dataclasses.replace(own, params=params)
 
     def stages(self, stages: Stages | None) -> Stages:
-        """Returns the stages of both; raises ValueError as :func:`check_layers`."""
+        """Returns the stages of both; raises ValueError as :func:`check_layers`, and for a student
+        without stages."""
+        still = jax.lax.stop_gradient
+        if self.teacher is None:
+
+            def whole_loss(params: PyTree, x: PyTree, batch: PyTree) -> WeightedLoss:
+                ours, theirs = apart(params, TEACHER)
+                return self.head_loss(ours, x, still(theirs), None, batch)
+
+            if stages is None:
+                raise ValueError(
+                    "the student is not made of stages, of which the last has the loss of both: "
+                    "use jaxtrain.ops.losses.outcome_divergence"
+                )
+            return dataclasses.replace(stages, head_loss=whole_loss)
         for each in (stages, self.teacher):
             check_layers(each, instead="jaxtrain.ops.losses.divergence")
-        M, K, still = self.order.count, self.order.sizes[1], jax.lax.stop_gradient
+        M, K = self.order.count, self.order.sizes[1]
 
         def embed(params: PyTree, batch: PyTree, rng: jax.Array | None) -> PyTree:
             ours, theirs = apart(params, TEACHER)

@@ -166,6 +166,13 @@ def fields_of(folder: str) -> Mapping[str, Any]:
     return read_json(as_path(folder) / "config.json")
 
 
+def labels_of(folder: str, model: trained.Model) -> list[str]:
+    """Returns the names of the classes, labels or tags of a model in a folder; of those that have
+    none, numbers."""
+    named = fields_of(folder).get("id2label") or {}
+    return [str(named.get(str(i), i)) for i in range(getattr(model, "classes", None) or 0)]
+
+
 def ends_of(folder: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns the tokens that end an answer: first the end of a document, with which rows are
     filled, then those that the generation config of a run or a model names; where it has none, its

@@ -117,7 +117,8 @@ def from_linen(
         return model_state.pop("params", {}), model_state
 
     def call(params: PyTree, model_state: PyTree, *inputs: Any, rng: Any, **options: Any) -> Any:
-        given = {"params": params, **model_state}
+        # What a call sows is added to what it was given.
+        given = {"params": params} | {k: x for k, x in model_state.items() if not _sown(x)}
         if rng is not None and training is None and (told := modes - options.keys()):
             warnings.warn(
                 f"{type(module).__name__} takes {min(told)}= and is trained with its default: say "
@@ -138,6 +139,12 @@ def from_linen(
         return outputs, _like({**model_state, **meta.unbox(updated)}, model_state)
 
     return _functions(create, call, has_model_state)
+
+
+def _sown(collection: PyTree) -> bool:
+    """Whether a Linen collection holds what modules sow, which are tuples."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(collection)]
+    return any(isinstance(key, jax.tree_util.SequenceKey) for path in paths for key in path)
 
 
 def _functions(create: InitFn, call: Apply, has_model_state: bool) -> tuple[InitFn, Apply]:

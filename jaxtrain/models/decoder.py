@@ -24,7 +24,7 @@ from typing import Any, Literal
 import jax
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import experts, layers, parts
+from jaxtrain.models import distilling, experts, layers, parts
 from jaxtrain.models.config import (
     INIT_STD,
     AttentionFields,
@@ -563,59 +563,28 @@ def scores(config: DecoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
 
 
 def distillation_loss(
-    config: DecoderConfig,
-    teacher: DecoderConfig,
-    *,
-    temperature: float,
-    mix: float,
-    hidden: float = 0.0,
+    config: DecoderConfig, teacher: DecoderConfig, *, hidden: float = 0.0, **share: float
 ) -> Callable[[Params, jax.Array, Params, jax.Array, Batch], WeightedLoss]:
     """Returns ``loss(params, x, teacher_params, teacher_x, batch)``, the last stage of two models,
-    of which the first learns from the second: ``(1 - mix) cross_entropy + mix temperature^2
-    divergence`` of every token, which are metrics in nats (:func:`jaxtrain.ops.losses.divergence`),
-    and ``hidden`` times the :func:`jaxtrain.ops.losses.relations` of both models' last hidden
-    states.
+    of which the first learns from the second: :func:`jaxtrain.models.distilling.token_loss` of
+    ``hidden``, and ``temperature`` and ``mix`` as ``share``. Raises ValueError for models of
+    different tokens."""
+    distilling.check_tokens(config, teacher)
 
-    Raises:
-      ValueError: for models of different tokens.
-    """
-    ours, theirs = ((each.vocab_size, each.padded_vocab) for each in (config, teacher))
-    if ours != theirs:
-        raise ValueError(
-            "the teacher has {} tokens in tables of {} rows, and the student {} in {}: give a "
-            "teacher of the same tokens".format(*theirs, *ours)
-        )
+    def output(config, params, x):
+        x_BTD, kernel_DV = _final_norm(config, params, x), layers.head_kernel(config, params)
+        return distilling.Output(x_BTD, x_BTD, kernel_DV, softcap=config.logit_softcap)
 
-    def loss(params, x, teacher_params, teacher_x_BTE, batch):
-        x_BTD = _final_norm(config, params, x)
-        teacher_x_BTE = _final_norm(teacher, teacher_params, teacher_x_BTE)
-        nll, correct, kl = losses.divergence(
-            x_BTD,
-            layers.head_kernel(config, params),
-            teacher_x_BTE,
-            layers.head_kernel(teacher, teacher_params),
-            batch["targets"],
-            batch["mask"],
-            vocab_size=config.vocab_size,
-            temperature=temperature,
-            softcaps=(config.logit_softcap, teacher.logit_softcap),
-            chunk=config.loss_chunk,
-        )
-        found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
-        found = experts.add_routers(config, found, x, batch)
-        if not hidden:
-            return found
-        how = {"segments_BT": batch.get("segments"), "chunk": config.loss_chunk}
-        apart = losses.relations(x_BTD, teacher_x_BTE, batch["mask"], **how)
-        metrics = {**found.metrics, "relations": jax.lax.stop_gradient(apart)}
-        total = found.total + hidden * apart
-        return dataclasses.replace(found, total=total, metrics=metrics)
+    def loss(params, x, teacher_params, teacher_x, batch):
+        both = output(config, params, x), output(teacher, teacher_params, teacher_x)
+        found = distilling.token_loss(config, *both, batch, hidden=hidden, **share)
+        return experts.add_routers(config, found, x, batch)
 
     return loss
 
 
 def stored_distillation_loss(
-    config: DecoderConfig, *, temperature: float, mix: float
+    config: DecoderConfig, **share: float
 ) -> Callable[[Params, jax.Array, Batch], WeightedLoss]:
     """Returns a last stage as :func:`distillation_loss`, for batches with ``teacher_ids`` and
     ``teacher_log_probs`` (:func:`jaxtrain.ops.losses.stored_divergence`); others have the loss of
@@ -632,21 +601,15 @@ def stored_distillation_loss(
             batch["targets"],
             batch["mask"],
             vocab_size=config.vocab_size,
-            temperature=temperature,
+            temperature=share["temperature"],
             softcap=config.logit_softcap,
             chunk=config.loss_chunk,
         )
-        found = _of_both(nll, correct, kl, batch, temperature=temperature, mix=mix)
-        return experts.add_routers(config, found, x, batch)
+        weight = batch["mask"].astype(nll.dtype).sum()
+        plain = WeightedLoss(nll, weight, {"accuracy": correct})
+        return experts.add_routers(config, distilling.joined(plain, kl, **share), x, batch)
 
     return loss
-
-
-def _of_both(nll, correct, kl, batch, *, temperature: float, mix: float) -> WeightedLoss:
-    metrics = {"accuracy": correct, "cross_entropy": nll, "divergence": kl}
-    total = (1 - mix) * nll + mix * temperature**2 * kl
-    weight = batch["mask"].astype(total.dtype).sum()
-    return WeightedLoss(total, weight, jax.lax.stop_gradient(metrics))
 
 
 def head_logits(config: DecoderConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -29,10 +29,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import decoder, layers, parts
-from jaxtrain.models.config import Activation, BlockConfig, TokenFields, keys_seen
+from jaxtrain.models import decoder, distilling, layers, parts
+from jaxtrain.models.config import Activation, BlockConfig, TokenFields, head_of, keys_seen
 from jaxtrain.ops.activations import GATED, activate
 from jaxtrain.ops.linear import apply_kernel
+from jaxtrain.ops.losses import outcome_divergence
 from jaxtrain.ops.numerics import drop, wide
 from jaxtrain.sharding.placement import constrain, pin_residual, whole_rows
 from jaxtrain.sharding.rules import OptionalRules
@@ -367,24 +368,90 @@ def head_loss(
     ``params`` is the whole model's, or any dict with ``head``, ``embed`` and, pre-norm,
     ``final_norm``.
     """
-    module = _head(config, params)
-    x_BTD = _final_norm(config, params, x_BTD)
     if config.head != "tokens":
-        return logits_loss(config, module(x_BTD, batch.get("segments")), batch)
-    x_BTD = _at_places(x_BTD, batch)
-    kernel_DV, bias_V = layers.head_kernel(config, params), module.bias[...]
-    return layers.token_loss(config, module.hidden(x_BTD), kernel_DV, batch, bias_V=bias_V)
+        return logits_loss(config, _head_logits(config, params, x_BTD, batch), batch)
+    _, x_BMD, kernel_DV, bias_V, _ = _head_output(config, params, x_BTD, batch)
+    return layers.token_loss(config, x_BMD, kernel_DV, batch, bias_V=bias_V)
+
+
+def distillation_loss(
+    config: EncoderConfig, teacher: EncoderConfig, *, hidden: float = 0.0, **share: float
+) -> Callable[[Params, jax.Array, Params, jax.Array, Batch], WeightedLoss]:
+    """Returns ``loss(params, x, teacher_params, teacher_x, batch)``, the last stage of two models,
+    of which the first learns from the second, as :mod:`jaxtrain.models.distilling` has it, with
+    ``temperature`` and ``mix`` as ``share``.
+
+    Of masked tokens it is that of a decoder's. Of classes and tags the divergence is that of their
+    distributions, of labels the mean of each one's, of spans that of both ends, and of scores the
+    squared difference, without a temperature.
+
+    Raises:
+      ValueError: for models of different heads or tokens, or ``hidden`` of another head than that
+        for tokens.
+    """
+    if head_of(config) != head_of(teacher):
+        theirs, ours = (f"{x} ({n})" if n else x for x, n in map(head_of, (teacher, config)))
+        raise ValueError(
+            f"the teacher predicts {theirs}, and the student {ours}: give a teacher of the same"
+        )
+    if config.head == "tokens":
+        distilling.check_tokens(config, teacher)
+
+        def loss_of_tokens(params, x_BTD, teacher_params, teacher_x_BTD, batch):
+            ours = _head_output(config, params, x_BTD, batch)
+            theirs = _head_output(teacher, teacher_params, teacher_x_BTD, batch)
+            if "segments" in batch:
+                at_BT1 = batch["segments"][..., None].astype(jnp.float32)
+                batch = {**batch, "segments": _at_places(at_BT1, batch)[..., 0]}
+            return distilling.token_loss(config, ours, theirs, batch, hidden=hidden, **share)
+
+        return loss_of_tokens
+    if hidden:
+        raise ValueError(
+            f"`hidden` is {hidden}, and the head predicts {config.head}: it is of tokens that are "
+            "masked; leave it out"
+        )
+    temperature = share["temperature"]
+    if config.head == "score":
+        share = {**share, "temperature": 1.0, "name": "squared_error"}
+
+    def loss(params, x_BTD, teacher_params, teacher_x_BTD, batch):
+        logits = _head_logits(config, params, x_BTD, batch)
+        known = _head_logits(teacher, teacher_params, teacher_x_BTD, batch)
+        plain, mask = logits_loss(config, logits, batch), batch["mask"].astype(logits.dtype)
+        if config.head == "score":
+            apart = jnp.square(logits - jax.lax.stop_gradient(known))[:, 0]
+        else:
+            ours, theirs = (_outcomes(config, x / temperature, batch) for x in (logits, known))
+            apart = outcome_divergence(ours, theirs)
+            apart = apart if apart.ndim == mask.ndim else apart.mean(-1)
+        return distilling.joined(plain, (apart * mask).sum(), **share)
+
+    return loss
+
+
+def _outcomes(config: EncoderConfig, logits: jax.Array, batch: Batch) -> jax.Array:
+    """Logits whose softmax over the last axis are probabilities: of classes or tags, of having
+    each label and not, or of each place that a span's ends may have."""
+    if config.head == "labels":
+        return jnp.stack([logits, jnp.zeros_like(logits)], axis=-1)
+    return _seen(logits, batch).swapaxes(1, 2) if config.head == "spans" else logits
+
+
+def _seen(logits_BT2: jax.Array, batch: Batch) -> jax.Array:
+    """The logits of spans' ends, of which none is in padding."""
+    if "segments" not in batch:
+        return logits_BT2
+    return jnp.where(batch["segments"][..., None] > 0, logits_BT2, jnp.finfo(logits_BT2).min / 2)
 
 
 def log_probs(config: EncoderConfig, params: Params, batch: Batch) -> jax.Array:
     """Returns the float32 log-probability of each of the batch's ``targets`` [B, M] at its
     ``places``, by a model of masked tokens; the other arguments are those of :func:`encode`."""
-    module, x_BTD = _head(config, params), encode(config, params, batch)
-    hidden_BMD, kernel_DV = (
-        module.hidden(_at_places(x_BTD, batch)),
-        layers.head_kernel(config, params),
-    )
-    logits_BMV = layers.token_logits(config, hidden_BMD, kernel_DV, module.bias[...])
+    model = stages(config)
+    x_BTD = run_layers(model, params, model.embed(params, batch, None), batch, None)
+    _, x_BMD, kernel_DV, bias_V, _ = _head_output(config, params, x_BTD, batch)
+    logits_BMV = layers.token_logits(config, x_BMD, kernel_DV, bias_V)
     log_p_BMV = jax.nn.log_softmax(logits_BMV)
     return jnp.take_along_axis(log_p_BMV, batch["targets"][..., None], axis=-1)[..., 0]
 
@@ -407,9 +474,7 @@ def logits_loss(config: EncoderConfig, logits: jax.Array, batch: Batch) -> Weigh
     if config.head == "tags":
         flat = {"label": batch["targets"].reshape(-1), "mask": batch["mask"].reshape(-1)}
         return layers.class_loss(logits.reshape(-1, logits.shape[-1]), flat)
-    if "segments" in batch:
-        logits = jnp.where(batch["segments"][..., None] > 0, logits, jnp.finfo(logits).min / 2)
-    log_p_BT2, span_B2 = jax.nn.log_softmax(logits, axis=1), batch["span"]
+    log_p_BT2, span_B2 = jax.nn.log_softmax(_seen(logits, batch), axis=1), batch["span"]
     mask_B = batch["mask"].astype(log_p_BT2.dtype)
     nll_B = -jnp.take_along_axis(log_p_BT2, span_B2[:, None], axis=1).mean((1, 2))
     hits_B = (log_p_BT2.argmax(axis=1) == span_B2).all(axis=1)
@@ -442,6 +507,22 @@ def flops_per_row(config: EncoderConfig, *, length: int, predictions: int) -> in
     head += config.vocab_size * config.width if config.head == "tokens" else 0
     attend = 12 * config.heads * config.block.head_dim * keys_seen(config, length)
     return length * (6 * layer + attend) + 6 * predictions * head
+
+
+def _head_output(
+    config: EncoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
+) -> distilling.Output:
+    """What a head for tokens makes of the residual stream, at the batch's places."""
+    module, hidden_BTD = _head(config, params), _final_norm(config, params, x_BTD)
+    hidden_BMD, kernel_DV = _at_places(hidden_BTD, batch), layers.head_kernel(config, params)
+    return distilling.Output(hidden_BMD, module.hidden(hidden_BMD), kernel_DV, module.bias[...])
+
+
+def _head_logits(
+    config: EncoderConfig, params: Params, x_BTD: jax.Array, batch: Batch
+) -> jax.Array:
+    """The logits of the other heads, of the residual stream."""
+    return _head(config, params)(_final_norm(config, params, x_BTD), batch.get("segments"))
 
 
 def _head(config: EncoderConfig, params: Params) -> nnx.Module:

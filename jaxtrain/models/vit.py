@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.loss import WeightedLoss
-from jaxtrain.models import decoder, layers, parts
+from jaxtrain.models import decoder, distilling, layers, parts
 from jaxtrain.models.config import Activation, BlockConfig, ModelFields
+from jaxtrain.ops.losses import outcome_divergence
 from jaxtrain.ops.numerics import drop
 from jaxtrain.sharding.placement import gather_sequence, scatter_sequence
 from jaxtrain.sharding.rules import OptionalRules
@@ -211,10 +212,41 @@ def head_loss(config: ViTConfig, params: Params, x_BTD: jax.Array, batch: Batch)
     Raises:
       ValueError: the model has no classes.
     """
+    return layers.class_loss(head_logits(config, params, x_BTD), batch)
+
+
+def head_logits(config: ViTConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
+    """Returns the float32 logits of classes [B, K] of the residual stream; arguments and errors
+    are those of :func:`head_loss`."""
     if config.classes is None:
         raise ValueError("a model with classes=None predicts nothing: give it classes")
     x_BTD = layers.apply(parts.Norm, config.block, params["final_norm"])(x_BTD)
-    return layers.class_loss(layers.apply(Head, config, params["head"])(x_BTD), batch)
+    return layers.apply(Head, config, params["head"])(x_BTD)
+
+
+def distillation_loss(
+    config: ViTConfig,
+    answers: Callable[[Params, jax.Array, Batch], jax.Array],
+    *,
+    temperature: float,
+    mix: float,
+) -> Callable[[Params, jax.Array, Params, jax.Array, Batch], WeightedLoss]:
+    """Returns ``loss(params, x, teacher_params, teacher_x, batch)``, the last stage of a model that
+    learns from a teacher of the same classes (soft distillation in DeiT, Touvron et al. 2020,
+    https://arxiv.org/abs/2012.12877), as :mod:`jaxtrain.models.distilling` has it.
+
+    ``answers(teacher_params, teacher_x, batch)`` are the teacher's logits, such as
+    :func:`head_logits` of another vision transformer.
+    """
+
+    def loss(params, x_BTD, teacher_params, teacher_x, batch):
+        logits_BK = head_logits(config, params, x_BTD)
+        known_BK = answers(teacher_params, teacher_x, batch)
+        apart_B = outcome_divergence(logits_BK, known_BK, temperature) * batch["mask"]
+        plain = layers.class_loss(logits_BK, batch)
+        return distilling.joined(plain, apart_B.sum(), temperature=temperature, mix=mix)
+
+    return loss
 
 
 parameter_count = functools.partial(layers.parameter_count, init)

@@ -131,6 +131,7 @@ def divergence(
     *,
     vocab_size: int,
     temperature: float = 1.0,
+    biases: tuple[jax.Array | None, jax.Array | None] = (None, None),
     softcaps: tuple[float | None, float | None] = (None, None),
     chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -143,7 +144,7 @@ def divergence(
     Args:
       teacher_x_BTE, teacher_kernel_EV: the teacher's hidden states and projection, to as many
         columns.
-      softcaps: the student's and the teacher's.
+      biases, softcaps: the student's and the teacher's.
 
     Other arguments and errors are those of :func:`cross_entropy`.
 
@@ -159,18 +160,19 @@ def divergence(
     """
     tiles = _count_tiles(x_BTD, kernel_DV, chunk)
     shards, form = _count_shards(x_BTD, tiles), _Form(vocab_size, 1, 0.0, softcaps[1])
-    teacher_x_BTE, teacher_kernel_EV = jax.lax.stop_gradient((teacher_x_BTE, teacher_kernel_EV))
+    of_teacher = teacher_x_BTE, teacher_kernel_EV, biases[1]
+    teacher_x_BTE, teacher_kernel_EV, teacher_bias_V = jax.lax.stop_gradient(of_teacher)
     teacher_kernel_SEV = copies(teacher_kernel_EV, shards, axes=(None, "vocab"))
 
     def kl(log_q_NV, known_V, teacher_x_BTE):
         (teacher_x_NE,) = _gathered((teacher_x_BTE,))
-        teacher_NV = _tile_logits(form, teacher_x_NE, teacher_kernel_SEV) / temperature
-        log_p_NV = jax.nn.log_softmax(jnp.where(known_V, teacher_NV, MASKED))
+        teacher_NV = _tile_logits(form, teacher_x_NE, teacher_kernel_SEV, teacher_bias_V)
+        log_p_NV = jax.nn.log_softmax(jnp.where(known_V, teacher_NV / temperature, MASKED))
         return jnp.where(known_V, jnp.exp(log_p_NV) * (log_p_NV - log_q_NV), 0.0).sum(axis=1)
 
     how = {"vocab_size": vocab_size, "temperature": temperature, "chunk": chunk}
-    given = x_BTD, kernel_DV, targets_BT, mask_BT
-    return _diverging(kl, *given, teacher_x_BTE, softcap=softcaps[0], **how)
+    how |= {"softcap": softcaps[0], "bias_V": biases[0]}
+    return _diverging(kl, (x_BTD, kernel_DV, targets_BT, mask_BT), teacher_x_BTE, **how)
 
 
 def stored_divergence(
@@ -212,8 +214,8 @@ def stored_divergence(
         return kl_NV.sum(1) + jnp.where(has_rest_N, jnp.exp(rest_N) * (rest_N - log_q_N), 0.0)
 
     how = {"vocab_size": vocab_size, "temperature": temperature, "chunk": chunk}
-    given = x_BTD, kernel_DV, targets_BT, mask_BT, ids_BTK, jax.lax.stop_gradient(log_probs_BTK1)
-    return _diverging(kl, *given, softcap=softcap, **how)
+    given, stored = (x_BTD, kernel_DV, targets_BT, mask_BT), jax.lax.stop_gradient(log_probs_BTK1)
+    return _diverging(kl, given, ids_BTK, stored, softcap=softcap, **how)
 
 
 def relations(
@@ -273,10 +275,23 @@ def relations(
     return (per_token_BT * mask_BT).sum()
 
 
-def _diverging(
-    kl, x_BTD, kernel_DV, targets_BT, mask_BT, *of_teacher, vocab_size, temperature, softcap, chunk
-):
+def outcome_divergence(
+    logits: jax.Array, teacher_logits: jax.Array, temperature: float = 1.0
+) -> jax.Array:
+    """Returns ``KL(p || q)`` over the last axis, in nats, as :func:`divergence` has it of tokens;
+    for few outcomes, such as classes. The teacher has no gradient.
+
+    >>> outcome_divergence(jnp.log(jnp.array([0.2, 0.8])), jnp.zeros(2)).round(4)
+    Array(0.2231, dtype=float32)
+    """
+    log_p = jax.nn.log_softmax(jax.lax.stop_gradient(teacher_logits) / temperature)
+    log_q = jax.nn.log_softmax(logits / temperature)
+    return (jnp.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+
+
+def _diverging(kl, given, *of_teacher, vocab_size, temperature, softcap, chunk, bias_V=None):
     """The sums of :func:`divergence`, by a tile's ``kl(log_q_NV, known_V, *of_teacher) -> [N]``."""
+    x_BTD, kernel_DV, targets_BT, mask_BT = given
     tiles = _count_tiles(x_BTD, kernel_DV, chunk)
     form = _Form(vocab_size, tiles, 0.0, softcap)
     kernel_SDV = copies(kernel_DV, _count_shards(x_BTD, tiles), axes=(None, "vocab"))
@@ -286,7 +301,7 @@ def _diverging(
     def tile(_, parts):
         x_BTD, targets_BT, *of_teacher = parts
         x_ND, targets_N = _gathered((x_BTD, targets_BT))
-        logits_NV = _tile_logits(form, x_ND, kernel_SDV)
+        logits_NV = _tile_logits(form, x_ND, kernel_SDV, bias_V)
         nll_N, hit_N, _ = _token_losses(vocab_size, logits_NV, targets_N)[0]
         known_V = jnp.arange(logits_NV.shape[1]) < vocab_size
         log_q_NV = jax.nn.log_softmax(jnp.where(known_V, logits_NV / temperature, MASKED))

@@ -1,6 +1,6 @@
 """Gradient accumulation across calls, weighted by tokens: ``optax.MultiSteps`` made exact."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import optax
 
 from jaxtrain.optim.numerics import cast_like, check_integer
 from jaxtrain.optim.reports import nodes
-from jaxtrain.tree import all_finite, select
+from jaxtrain.tree import all_finite, named_leaves, owner_of, select
 
 
 class AccumulationState(optax.MultiStepsState):
@@ -156,6 +156,22 @@ def hold_state(condition: jax.Array, old: Any, new: Any) -> Any:
 def updates_made(opt_state: Any) -> jax.Array:
     """Returns how many updates :func:`accumulate` has made so far; 0 where it is not in use."""
     return sum((n.gradient_step for n in nodes(opt_state, _accumulates)), start=jnp.int32(0))
+
+
+def made_of_calls(opt_state: Any, before: Any, names: Collection[str]) -> dict[str, jax.Array]:
+    """Returns, by parameter that :func:`accumulate` sums, whether an update was made since.
+
+    Args:
+      opt_state, before: optimizer state now and then.
+      names: of all parameters; sums that belong to none by their name are those of all.
+    """
+    made: dict[str, jax.Array] = {}
+    both = zip(*(nodes(state, _accumulates) for state in (opt_state, before)), strict=True)
+    for new, old in both:
+        owners = {owner_of(name, names) for name in named_leaves(new.acc_grads[0])}
+        for name in names if None in owners else owners:
+            made[name] = made.get(name, False) | (new.gradient_step != old.gradient_step)
+    return made
 
 
 def accumulates(opt_state: Any) -> bool:

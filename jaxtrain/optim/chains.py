@@ -243,7 +243,7 @@ watch_bins
     return deferred(chain_for)
 
 
-def freezing(tx: optax.GradientTransformation, freeze: Mask) -> optax.GradientTransformation:
+def freezing(tx: optax.GradientTransformation, freeze: Mask | None) -> optax.GradientTransformation:
     """Returns an optax transformation of what trains alone, as ``make_optimizer(freeze=)`` does.
 
     >>> params = {"a": jax.numpy.ones(2), "b": jax.numpy.ones(2)}

@@ -18,7 +18,7 @@ from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
 from jaxtrain.data.images import SUFFIXES
 from jaxtrain.data.sources import find_files, rows_in
-from jaxtrain.hf.opening import Opened, ends_of, fields_of
+from jaxtrain.hf.opening import Opened, ends_of, labels_of
 from jaxtrain.host import least
 from jaxtrain.host.paths import as_path, is_folder
 from jaxtrain.models.decoding import check_positions, unscaled
@@ -82,8 +82,7 @@ class Model:
     @functools.cached_property
     def classes(self) -> list[str]:
         """The names of classes, labels or tags; of those that have none, numbers."""
-        named = fields_of(self.opened.folder).get("id2label") or {}
-        return [str(named.get(str(i), i)) for i in range(self.opened.model.classes or 0)]
+        return labels_of(self.opened.folder, self.opened.model)
 
     @functools.cached_property
     def run(self) -> Callable:

@@ -151,7 +151,6 @@ reference = functools.cache(functools.partial(train, mesh=None))
 
 EVERYDAY = [
     ("llama", "data 2 x fsdp 2 x tensor 2", 1, "full", "adamw"),
-    ("gpt2", "context 8", 4, "none", "lamb"),
     ("llama", "data 2 x tensor 2 x context 2", 1, "full", "adamw"),
 ]
 
@@ -211,7 +210,7 @@ def test_dropout_masks_do_not_depend_on_the_mesh():
     assert worst(expected["gradients"], without["gradients"])[0] > 0.1
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_initial_parameters_are_the_same_on_every_mesh(form):
     """But for the last bits of normal numbers, which XLA rounds by the shape of a shard."""
     init = functools.partial(decoder.init, FORMS[form])

@@ -171,7 +171,7 @@ def layers():
 
     def init_fn(rng):
         blocks = {"w": 0.3 * jax.random.normal(rng, (2, 8, 8)), "gain": jnp.ones(2)}
-        return {"blocks": blocks, "out": jnp.ones((8, 2))}
+        return {"blocks": blocks, "out": jnp.ones((8, 2)), "number": jnp.int32(3)}
 
     n = np.random.default_rng(0)
     batch = {"x": n.normal(size=(16, 8)), "y": n.normal(size=(16, 2)), "mask": n.random(16)}

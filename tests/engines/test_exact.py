@@ -84,10 +84,11 @@ def on_two(**how):
     return train({"data": 2}, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "how"),
     [
-        pytest.param({"data": 8}, {"zero": 1}, marks=pytest.mark.slow),
+        ({"data": 8}, {"zero": 1}),
         ({"data": 2, "fsdp": 2}, {"zero": 3, "accumulate": 2, "calls": 2}),
     ],
 )

@@ -762,6 +762,11 @@ def weighs_by_x(params, x, batch):
     return dataclasses.replace(loss, weight=jax.jit(lambda x: (x > 0).sum())(x))
 
 
+def weighs_by_gain(params, x, batch):
+    loss = small.head_loss(params, x, batch)
+    return dataclasses.replace(loss, weight=loss.weight * (1 + params["gain"].mean()))
+
+
 def fewer_layers(count):
     cut = jax.tree.map(lambda p: p[:count], small_params()["blocks"])
     return small_params() | {"blocks": cut}
@@ -816,6 +821,10 @@ def fewer_layers(count):
         (
             {"stages": dataclasses.replace(small.STAGES, head_loss=weighs_by_x)},
             "the weight that Stages.head_loss returns depends on x",
+        ),
+        (
+            {"stages": dataclasses.replace(small.STAGES, head_loss=weighs_by_gain)},
+            "the weight that the loss returns depends on the parameters",
         ),
     ],
 )

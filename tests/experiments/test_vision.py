@@ -204,7 +204,7 @@ def tuning(folder):
     [
         (
             ["--data", "digits"],
-            "the images are 8x8x1 and the model in .* has learned positions for 8x8x3",
+            "the images are 8x8x1 and the model in .* is of images of 8x8x3",
         ),
         (["--layers", "2"], "--layers 2 is not for --init-from"),
         (["--model", "convnet"], "--init-from is not for --model convnet: give --model vit"),

@@ -318,7 +318,8 @@ def test_a_teacher_of_other_tokens_is_refused(texts, tmp_path):
     pytest.importorskip("tokenizers")
     model = dataclasses.replace(MODEL, vocab_size=300)
     hf.save(tmp_path / "model", model, decoder.init(model, jax.random.key(0)))
-    given = ["--data", texts, "--seq-len", "16", "--distill.teacher", str(tmp_path / "model")]
+    given = ["--data", texts, "--seq-len", "16", "--tokenizer", "bytes"]
+    given += ["--distill.teacher", str(tmp_path / "model")]
     with pytest.raises(ValueError, match=r"has no tokenizer.json: give a run, or a f"):
         gpt.build(parse(gpt.Config, given))
     documents = (x.text for x in data.text_folder(texts).train)

@@ -12,9 +12,9 @@ import pytest
 
 from experiments import gpt, teach
 from jaxtrain import data
-from jaxtrain.data import taught
+from jaxtrain.data import ByteTokenizer, taught
 from jaxtrain.finetune.change import apply
-from jaxtrain.finetune.distill import Distill, Distillation
+from jaxtrain.finetune.distill import Distillation, DistillText
 from jaxtrain.models import decoder
 from jaxtrain.ops.losses import stored_divergence
 from jaxtrain.run import trained
@@ -61,7 +61,7 @@ class Teaching(teach.Config):
     @property
     def teacher(self):
         weights = lambda model: decoder.init(TEACHER, jax.random.key(5))  # noqa: E731
-        own = {"model": TEACHER, "weights": weights, "is_run": True}
+        own = {"model": TEACHER, "weights": weights, "is_run": True, "tokenizer": ByteTokenizer}
         return types.SimpleNamespace(path="/nowhere", **own)
 
 
@@ -75,7 +75,7 @@ def text(tmp_path, monkeypatch):
 
 
 def of_stored(text, folder, **more):
-    distill = Distill(stored=folder, temperature=TEMPERATURE, mix=0.7)
+    distill = DistillText(stored=folder, temperature=TEMPERATURE, mix=0.7)
     return gpt.build(gpt.Config(data=text, layers=2, distill=distill, **SIZES | more))
 
 
@@ -111,7 +111,7 @@ def test_all_tokens_stored_give_the_loss_and_gradients_of_a_teacher_in_the_step(
     text, tmp_path, capsys
 ):
     out = str(tmp_path / "answers")
-    given = {"data": text, "distill": Distill(temperature=TEMPERATURE), "out": out, **SIZES}
+    given = {"data": text, "distill": DistillText(temperature=TEMPERATURE), "out": out, **SIZES}
     teach.main(Teaching(top=257, dtype="float32", **given))
     size = 16 * (4 * 257 + 4 * 258)
     rows = json.loads((tmp_path / "answers" / "teacher.json").read_text())["rows"]
@@ -152,4 +152,4 @@ def test_all_tokens_stored_give_the_loss_and_gradients_of_a_teacher_in_the_step(
     with pytest.raises(ValueError, match=r"are of other rows \(seq_len is 16 there and 8 here\)"):
         of_stored(text, out, seq_len=8)
     with pytest.raises(ValueError, match=r"--distill.temperature is 2\.0 and the answers"):
-        gpt.build(gpt.Config(data=text, layers=2, distill=Distill(stored=out), **SIZES))
+        gpt.build(gpt.Config(data=text, layers=2, distill=DistillText(stored=out), **SIZES))

@@ -148,3 +148,29 @@ def test_stacked_layers_of_nnx_draw_each_from_a_key_of_their_own():
     assert dropped.shape == (3, 64)
     assert not (dropped[0] == dropped[1]).all()
     assert not (dropped[1] == dropped[2]).all()
+
+
+def test_what_linen_modules_sow_comes_back_once_and_takes_part_in_the_loss():
+    class Sowing(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Dense(1)(x)
+            self.sow("losses", "size", jnp.square(y).mean())
+            return y
+
+    x = jnp.ones((4, INPUTS))
+    init_fn, apply = jt.from_linen(Sowing(), x, has_model_state=True)
+
+    def loss_fn(params, model_state, batch, rng):
+        _, model_state = apply(params, model_state, batch, rng=rng)
+        return model_state["losses"]["size"][0], model_state
+
+    given = {"has_model_state": True}
+    state = jt.init_state(init_fn, optax.sgd(0.1), jax.random.key(0), **given)
+    train = jt.compile_step(jt.build_train_step(loss_fn, optax.sgd(0.1), **given), state, x)
+    losses = []
+    for _ in range(3):
+        state, metrics = train(state, x)
+        losses.append(float(metrics["loss"]))
+        assert float(state.model_state["losses"]["size"][0]) == losses[-1]
+    assert losses[0] > losses[1] > losses[2]

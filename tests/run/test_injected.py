@@ -10,7 +10,6 @@ import json
 import shutil
 import zlib
 
-import jax
 import pytest
 
 import jaxtrain as jt
@@ -26,17 +25,6 @@ SCENARIOS = {
     "resume": (8, 2, {"resume": True, "accept_changes": ("seed",)}, {"auto_resume": True}),
     "overwrite": (4, 3, {"overwrite": True}, {"overwrite": True}),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    """The same few programs, hundreds of times."""
-    before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_enable_compilation_cache", True)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
-    yield
-    jax.config.update("jax_enable_compilation_cache", before[0])
-    jax.config.update("jax_compilation_cache_dir", before[1])
 
 
 def fit(run, steps, seed, **options):

@@ -26,7 +26,7 @@ from jaxtrain.engines.pipeline.buffers import (
 from jaxtrain.engines.pipeline.tables import NONE, Table
 from jaxtrain.engines.pipeline.units import Unit
 from jaxtrain.engines.plain import scaled
-from jaxtrain.loss import WeightedLoss, as_weighted
+from jaxtrain.loss import WeightedLoss, as_weighted, of_constant_weight
 from jaxtrain.sharding.collectives import Shards
 from jaxtrain.sharding.mesh import platform
 from jaxtrain.sharding.placement import free_axes
@@ -400,7 +400,7 @@ def _head(device: _Device, carry: _Carry, unit: Unit, y, batch) -> tuple:
     def head(training, y):
         outer = replaced(device.outer, training)
         loss = as_weighted(device.plan.stages.head(outer, y, batch))
-        return loss.total, loss
+        return loss.total, of_constant_weight(loss, (training, y))
 
     _, pull, loss = jax.vjp(head, picked(device.outer, device.head_reads), y, has_aux=True)
     grads, d_y = pull(device.seeds_M[unit.microbatch])
