@@ -420,9 +420,12 @@ def _distilled(experiment: Experiment) -> Experiment:
     teacher = dataclasses.replace(model, **{k: sizes[k] for k in sizes.keys() & names})
     # As drawn, all tokens are alike to both models, and their divergence is rounding.
     init = lambda rng: jax.tree.map(lambda x: 4 * x, module.init(teacher, rng))  # noqa: E731
-    loss = module.distillation_loss(model, teacher, temperature=2.0, mix=0.5, hidden=0.5)
+    head = getattr(model, "head", "tokens")
+    hidden = 0.5 if head == "tokens" else 0.0
+    loss = module.distillation_loss(model, teacher, temperature=2.0, mix=0.5, hidden=hidden)
+    labelled = lambda *given: loss(*given[:-1], _labelled(head, given[-1]))  # noqa: E731
     given = {"depth": stacked_layers(model), "teacher_rules": module.RULES}
-    return apply(experiment, Distillation(module.stages(teacher), init, loss, **given))
+    return apply(experiment, Distillation(module.stages(teacher), init, labelled, **given))
 
 
 def _taught_by_convnet(experiment: Experiment) -> Experiment:
@@ -471,6 +474,19 @@ def _bred(experiment: Experiment) -> Experiment:
     return populate(experiment.with_(optimizer=follow(optimizer)), members, exploit_every=1)
 
 
+def _labelled(head: str, batch: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    """A batch of tokens with what is functions of them, for a head that predicts no tokens."""
+    if head == "tokens":
+        return batch
+    tokens_BT, seen_BT = batch["tokens"], (batch["segments"] > 0).astype(jnp.float32)
+    told = {"targets": tokens_BT % 3, "mask": seen_BT}
+    if head == "spans":
+        told = {"span": tokens_BT[:, :2] % jnp.array([1, 3]), "mask": seen_BT[:, 0]}
+    elif head == "labels":
+        told = {"label": tokens_BT[:, :3] % 2, "mask": seen_BT[:, 0]}
+    return {"segments": batch["segments"]} | told
+
+
 def _with_head(head: str, experiment: Experiment) -> Experiment:
     """An encoder with a head for tags, spans or labels, which are functions of its tokens."""
     config = experiment.metadata.config
@@ -482,13 +498,7 @@ def _with_head(head: str, experiment: Experiment) -> Experiment:
     stages = encoder.stages(model)
 
     def head_loss(params: Any, x_BTD: jax.Array, batch: Mapping[str, jax.Array]) -> Any:
-        tokens_BT, seen_BT = batch["tokens"], (batch["segments"] > 0).astype(jnp.float32)
-        told = {"targets": tokens_BT % 3, "mask": seen_BT}
-        if head == "spans":
-            told = {"span": tokens_BT[:, :2] % jnp.array([1, 3]), "mask": seen_BT[:, 0]}
-        elif head == "labels":
-            told = {"label": tokens_BT[:, :3] % 2, "mask": seen_BT[:, 0]}
-        return stages.head_loss(params, x_BTD, {"segments": batch["segments"]} | told)
+        return stages.head_loss(params, x_BTD, _labelled(head, batch))
 
     return experiment.with_(
         init_fn=functools.partial(encoder.init, model),
@@ -524,9 +534,10 @@ def _finetuning() -> Iterator[Capability]:
     yield tune("reward model", change=functools.partial(_preferences, "reward"), **names)
     names = {"called": "distil|teacher|freeze|frozen", "module": "experiments.gpt"}
     yield tune("distillation", change=_distilled, **names)
-    own = names | {"module": "experiments.bert"}
+    own = names | {"module": "experiments.bert", "called": f"{names['called']}|encoder"}
     yield tune("distillation of an encoder", change=_distilled, **own)
-    own = names | {"module": "experiments.vision", "flags": _VIT}
+    own = names | {"module": "experiments.vision", "called": f"{names['called']}|vit|image|model"}
+    own["flags"] = _VIT
     yield tune("distillation of images", change=_taught_by_convnet, **own)
     names = {"called": "distil|answers|losses? of their own", "module": "experiments.gpt"}
     yield tune("distillation, stored", change=_answered, **names)
