@@ -79,8 +79,9 @@ def build_train_step(
     Args:
       loss_fn: ``(params, batch, rng) -> WeightedLoss`` or scalar (weight 1); with
         ``has_model_state``, ``(params, model_state, batch, rng) -> (loss, model_state)``.
-      optimizer: any optax transformation. Its update also receives ``value`` (the mean loss) and
-        ``weight`` (the batch's weight) for those that use them.
+      optimizer: any optax transformation but a line search, which would compute the loss again.
+        Its update also receives ``value`` (the mean loss) and ``weight`` (the batch's weight) for
+        those that use them.
       policy: dtypes, and whether the loss is scaled, or a policy's name (``"bf16"``); float32 by
         default.
       accumulate: microbatches per step. Loss and gradients are summed over them, divided once by
