@@ -87,6 +87,9 @@ class Config(jt.Config):
         """The model that the run starts from; None for random weights."""
         return None if self.init_from is None else language.open_source(self.init_from, "clip")
 
+    begun = property(lambda self: self.source)  # whose images these are
+    teacher = None
+
 
 class Captioned:
     """Rows of images with a caption of their class, drawn anew in every epoch.

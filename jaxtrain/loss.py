@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,7 +89,7 @@ class WeightedLoss:
     Args:
       total: scalar, the loss summed over everything that counts (tokens, examples).
       weight: scalar, how much counts; the reported loss is ``total / weight``. It is a function of
-        the batch: one that depends on the parameters has no gradient, and is refused.
+        the batch: a step takes one that depends on the parameters as a constant, and warns.
       metrics: name to scalar, or to an array of one shape in all parts (a load per expert). A bare
         value is summed like ``total`` and divided by ``weight``; a pair ``(total, weight)`` brings
         a weight of its own. ``jt.Max(x)``, ``jt.Sum(x)`` and ``jt.Last(x)`` are reduced so over
@@ -233,16 +234,18 @@ def _constant(weight: jax.Array, params: Any) -> jax.Array:
 def _constant_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, Any]:
     moves = lambda tree: any(not isinstance(x, SymbolicZero) for x in jax.tree.leaves(tree))  # noqa: E731
     if all(map(moves, tangents)):
-        raise ValueError(
-            "the weight that the loss returns depends on the parameters, and a step takes it as a "
-            "constant: put jax.lax.stop_gradient around it, or return the scalar total / weight"
+        warnings.warn(
+            "the weight that the loss returns has a derivative by the parameters, and a step takes "
+            "it as a constant: put jax.lax.stop_gradient around it where that is meant, or return "
+            "the scalar total / weight",
+            stacklevel=2,
         )
     return primals[0], tangents[0]
 
 
 def of_constant_weight(loss: WeightedLoss, params: Any) -> WeightedLoss:
-    """Returns the loss, which raises ``ValueError`` where it is differentiated by ``params`` and
-    its weight is a function of them: only ``total`` has a gradient."""
+    """Returns the loss, which warns where it is differentiated by ``params`` and its weight is a
+    function of them, or is computed as one: only ``total`` has a gradient in a step."""
     return dataclasses.replace(loss, weight=_constant(loss.weight, params))
 
 

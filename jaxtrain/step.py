@@ -192,9 +192,8 @@ def build_engine(
             f"which are not what the whole is, {reason}: use another engine"
         )
     policy, stack = as_policy(policy), getattr(loss_fn, "stack", None)
-    loss_fn = with_policy(
-        normalize_loss(loss_fn, has_model_state), policy, gather, gradient_shardings
-    )
+    normalized = _with_constant_weight(normalize_loss(loss_fn, has_model_state))
+    loss_fn = with_policy(normalized, policy, gather, gradient_shardings)
     built = engine(loss_fn, accumulate) if engine.accumulates else engine(loss_fn)
     if accumulate > 1 and not engine.accumulates:
         built = accumulated(loss_fn, accumulate, constrain_tree(gradient_shardings), engine=engine)
@@ -433,7 +432,7 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
                     "the state holds model state and the loss does not update it: pass "
                     "has_model_state=True to the step builder, or create the state without it"
                 )
-            return of_constant_weight(as_weighted(loss_fn(params, batch, rng)), params), None
+            return as_weighted(loss_fn(params, batch, rng)), None
         if model_state is None:
             raise ValueError(
                 "has_model_state=True and the state holds no model state: pass "
@@ -446,9 +445,17 @@ def normalize_loss(loss_fn: Callable[..., Any], has_model_state: bool) -> Callab
                 f"{type(result).__name__}"
             )
         _check_returned("loss", "model state", model_state, result[1])
-        return of_constant_weight(as_weighted(result[0]), params), result[1]
+        return as_weighted(result[0]), result[1]
 
     return normalized
+
+
+def _with_constant_weight(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def warning(params, *rest):
+        loss, model_state = loss_fn(params, *rest)
+        return of_constant_weight(loss, params), model_state
+
+    return warning
 
 
 def with_policy(

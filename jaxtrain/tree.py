@@ -78,8 +78,8 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dic
         names = [path_name(path) for path, _ in leaves]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(
-            f"two leaves have the path {twice!r}: call one of them differently, where keys such as "
-            "'a/b' stand beside a key 'a'"
+            f"two leaves have the path {twice!r}: call one of them differently, where a key like "
+            "'a/b' stands beside a key 'a', or a class gives two of its parts one key"
         )
     return named
 

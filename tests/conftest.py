@@ -65,19 +65,21 @@ def pytest_collection_finish():
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(request):
     """Keeps the programs of a file's tests, and of those before it, where files hold whole runs."""
-    folder = request.path.relative_to(pathlib.Path(__file__).parent).parts[0]
+    folders = request.path.relative_to(pathlib.Path(__file__).parent).parts
+    # Scopes in the text of a kept program may be those of an equal one.
+    kept = folders[0] in RUNS and "observe" not in folders
     before = jax.config.jax_compilation_cache_dir
-    if folder in RUNS:
+    if kept:
         _keep_programs(True, os.path.join(os.environ["XDG_CACHE_HOME"], "tests"))
     yield
-    if folder in RUNS:
+    if kept:
         _keep_programs(False, before)
 
 
 def _keep_programs(keep, folder):
     jax.config.update("jax_enable_compilation_cache", keep)
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if keep else 1.0)
     compilation_cache.reset_cache()  # JAX asks its options once
 
 

@@ -260,6 +260,24 @@ def test_a_call_that_adds_nothing_moves_only_what_is_accumulated(group):
     assert float(metrics["update_norm"]) == pytest.approx(0.1)
 
 
+def test_sums_of_some_parameters_under_other_names_are_refused():
+    accumulated = optax.flatten(jt.make_optimizer("sgd", 0.1, accumulate=2))
+    ones, loss = (
+        {"a": jnp.ones(()), "b": jnp.ones(2)},
+        lambda p, x, rng: (p["a"] * x * p["b"]).sum(),
+    )
+    some = optax.multi_transform({"a": accumulated, "b": optax.sgd(0.1)}, {"a": "a", "b": "b"})
+    for optimizer in (accumulated, some):
+        state = jt.init_state(lambda rng: ones, optimizer, jax.random.key(0))
+        step = jt.build_train_step(loss, optimizer)
+        if optimizer is some:
+            with pytest.raises(ValueError, match="under other names than these have"):
+                step(state, 1.0)
+        else:
+            state, _ = step(step(state, 1.0)[0], 1.0)
+            assert float(state.params["a"]) == pytest.approx(0.8)
+
+
 def test_an_infinity_that_model_state_begins_with_leaves_no_step_out():
     def loss(params, seen, batch, rng):
         found = problems.loss_fn(params, batch, rng)
@@ -347,7 +365,7 @@ def test_a_complex_parameter_is_refused_by_name():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_weight_that_is_a_function_of_parameters_is_refused(accumulate):
+def test_a_weight_that_is_a_function_of_parameters_is_warned_of(accumulate):
     def loss(params, batch, rng, constant=lambda x: x):
         shares = jax.nn.sigmoid(params["w"] * batch)
         return jt.WeightedLoss((shares * (params["w"] - batch) ** 2).sum(), constant(shares.sum()))
@@ -355,15 +373,18 @@ def test_a_weight_that_is_a_function_of_parameters_is_refused(accumulate):
     still = functools.partial(loss, constant=jax.lax.stop_gradient)
     state = jt.init_state(lambda rng: {"w": jnp.ones(())}, optax.sgd(0.1), jax.random.key(0))
     build = functools.partial(jt.build_train_step, optimizer=optax.sgd(0.1), accumulate=accumulate)
-    with pytest.raises(ValueError, match="the weight that the loss returns depends on the param"):
+    with pytest.warns(UserWarning, match="the weight that the loss returns has a derivative"):
         build(loss)(state, jnp.arange(4.0))
     assert np.isfinite(build(still)(state, jnp.arange(4.0))[1]["loss"])
-    # A loss whose weight is learned elsewhere is differentiated as any other.
+    # A loss whose weight is learned elsewhere is differentiated, and evaluated, as any other.
     learned = lambda params, x, rng: jt.WeightedLoss((x * params["w"]).sum(), (x**2).sum())  # noqa: E731
     slope = jax.grad(lambda x: build(learned)(state, x)[0].params["w"])(jnp.arange(1.0, 5))
     x = np.arange(1.0, 5)
     expected = -0.1 * (1 / (x**2).sum() - x.sum() * 2 * x / (x**2).sum() ** 2)
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
+    evaluate = jt.build_eval_step(learned)
+    outer = lambda x: evaluate(build(learned)(state, x)[0], x).means()["loss"]  # noqa: E731
+    assert np.isfinite(jax.grad(outer)(jnp.arange(1.0, 5))).all()
 
 
 def test_leaves_of_one_name_are_refused():

@@ -269,12 +269,13 @@ class _Encoded:
 
     def check_headers(self) -> None:
         """Raises ValueError where a header is of no image, or of another size than the first's."""
-        first = None
+        first, turned = None, 0
         for index in spread(range(len(self._names)), _HEADERS):
             with self._header(index) as image:
                 size = image.size
             first = first or size
-            if self._size is None and size != first:
+            if self._size is None and size != first and turned < _SAMPLE:
+                turned += 1
                 self[index]  # which is refused, unless it is turned by a tag
 
     def _open(self, index: int) -> Any:

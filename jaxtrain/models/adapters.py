@@ -117,8 +117,7 @@ def from_linen(
         return model_state.pop("params", {}), model_state
 
     def call(params: PyTree, model_state: PyTree, *inputs: Any, rng: Any, **options: Any) -> Any:
-        # What a call sows is added to what it was given.
-        given = {"params": params} | {k: x for k, x in model_state.items() if not _sown(x)}
+        given = {"params": params, **model_state}
         if rng is not None and training is None and (told := modes - options.keys()):
             warnings.warn(
                 f"{type(module).__name__} takes {min(told)}= and is trained with its default: say "
@@ -136,15 +135,19 @@ def from_linen(
             **(training or {}),
             **options,
         )
-        return outputs, _like({**model_state, **meta.unbox(updated)}, model_state)
+        updated = {**model_state, **_newest(meta.unbox(updated), model_state)}
+        return outputs, _like(updated, model_state)
 
     return _functions(create, call, has_model_state)
 
 
-def _sown(collection: PyTree) -> bool:
-    """Whether a Linen collection holds what modules sow, which are tuples."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(collection)]
-    return any(isinstance(key, jax.tree_util.SequenceKey) for path in paths for key in path)
+def _newest(new: PyTree, old: PyTree) -> PyTree:
+    """Linen's variables after a call, where what it has sown, a tuple that it has added to what it
+    was given, is that of this call alone."""
+    if isinstance(new, Mapping) and isinstance(old, Mapping):
+        return {k: _newest(x, old[k]) if k in old else x for k, x in new.items()}
+    longer = isinstance(new, tuple) and isinstance(old, tuple) and len(new) > len(old) > 0
+    return new[-len(old) :] if longer else new
 
 
 def _functions(create: InitFn, call: Apply, has_model_state: bool) -> tuple[InitFn, Apply]:

@@ -1,6 +1,6 @@
 """Gradient accumulation across calls, weighted by tokens: ``optax.MultiSteps`` made exact."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -158,18 +158,31 @@ def updates_made(opt_state: Any) -> jax.Array:
     return sum((n.gradient_step for n in nodes(opt_state, _accumulates)), start=jnp.int32(0))
 
 
-def made_of_calls(opt_state: Any, before: Any, names: Collection[str]) -> dict[str, jax.Array]:
+def made_of_calls(
+    opt_state: Any, before: Any, params: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Returns, by parameter that :func:`accumulate` sums, whether an update was made since.
 
     Args:
       opt_state, before: optimizer state now and then.
-      names: of all parameters; sums that belong to none by their name are those of all.
+      params: all by name. Sums that belong to none by their name, as where ``optax.flatten``
+        stands around them, must be those of all.
+
+    Raises:
+      ValueError: they are those of some.
     """
+    everything = sum(x.size for x in params.values() if jnp.issubdtype(x.dtype, jnp.inexact))
     made: dict[str, jax.Array] = {}
     both = zip(*(nodes(state, _accumulates) for state in (opt_state, before)), strict=True)
     for new, old in both:
-        owners = {owner_of(name, names) for name in named_leaves(new.acc_grads[0])}
-        for name in names if None in owners else owners:
+        sums = named_leaves(new.acc_grads[0])
+        owners = {owner_of(name, params) for name in sums}
+        if None in owners and sum(x.size for x in sums.values()) < everything:
+            raise ValueError(
+                "the optimizer accumulates gradients of some parameters over calls, and keeps them "
+                "under other names than these have: leave out optax.flatten, or accumulate all"
+            )
+        for name in params if None in owners else owners:
             made[name] = made.get(name, False) | (new.gradient_step != old.gradient_step)
     return made
 

@@ -822,15 +822,17 @@ def fewer_layers(count):
             {"stages": dataclasses.replace(small.STAGES, head_loss=weighs_by_x)},
             "the weight that Stages.head_loss returns depends on x",
         ),
-        (
-            {"stages": dataclasses.replace(small.STAGES, head_loss=weighs_by_gain)},
-            "the weight that the loss returns depends on the parameters",
-        ),
     ],
 )
 def test_mistakes_found_when_traced(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         traced(small.make_batch(ROWS), **options)
+
+
+def test_a_weight_that_is_a_function_of_parameters_is_warned_of():
+    stages = dataclasses.replace(small.STAGES, head_loss=weighs_by_gain)
+    with pytest.warns(UserWarning, match="the weight that the loss returns has a derivative"):
+        traced(small.make_batch(ROWS), stages=stages)
 
 
 def test_a_jitted_embedding_reads_what_it_reads():

@@ -120,7 +120,7 @@ def test_a_folder_says_the_model_the_tokens_of_captions_and_how_images_are_norma
     np.testing.assert_allclose(rows[0]["image"], wanted, rtol=1e-5)
     with pytest.raises(ValueError, match="--width 32 is not for --init-from"):
         build(parse(Config, [*given, "--width", "32"]))
-    with pytest.raises(ValueError, match=r"images are 8x8x1 and .* positions for 8x8x3"):
+    with pytest.raises(ValueError, match=r"images are 8x8x1 and .* is of images of 8x8x3"):
         build(parse(Config, given[:2]))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="has 7 tokens, which are not the 257 of bytes"):

@@ -86,6 +86,7 @@ def test_a_bpe_tokenizer_is_trained_kept_with_the_run_and_used_to_generate(texts
     assert params["embed"]["tokens"].shape[0] == model.padded_vocab
 
 
+@pytest.mark.slow
 def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsys):
     flags = "--mesh.data 2 --mesh.fsdp 2 --mesh.tensor 2 --optimizer.name lamb --accumulate 2"
     flags += " --precision bf16 --zero 1 --dropout 0.1 --optimizer.schedule linear"

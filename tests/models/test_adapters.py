@@ -150,12 +150,17 @@ def test_stacked_layers_of_nnx_draw_each_from_a_key_of_their_own():
     assert not (dropped[1] == dropped[2]).all()
 
 
-def test_what_linen_modules_sow_comes_back_once_and_takes_part_in_the_loss():
+def test_what_linen_modules_sow_is_of_the_last_call_and_what_they_keep_stays():
     class Sowing(nn.Module):
         @nn.compact
         def __call__(self, x):
+            last = self.variable("kept", "last", lambda: (jnp.zeros(()), jnp.zeros(())))
+            calls = self.variable("losses", "calls", lambda: jnp.zeros(()))
             y = nn.Dense(1)(x)
             self.sow("losses", "size", jnp.square(y).mean())
+            if self.is_mutable_collection("kept"):
+                last.value = (last.value[0] + 1, last.value[0])
+                calls.value += 1
             return y
 
     x = jnp.ones((4, INPUTS))
@@ -167,10 +172,16 @@ def test_what_linen_modules_sow_comes_back_once_and_takes_part_in_the_loss():
 
     given = {"has_model_state": True}
     state = jt.init_state(init_fn, optax.sgd(0.1), jax.random.key(0), **given)
-    train = jt.compile_step(jt.build_train_step(loss_fn, optax.sgd(0.1), **given), state, x)
-    losses = []
+    before, losses = state.model_state["kept"]["last"][0], []
+    train = jt.compile_step(
+        jt.build_train_step(loss_fn, optax.sgd(0.1), **given), state, x, donate=False
+    )
     for _ in range(3):
         state, metrics = train(state, x)
         losses.append(float(metrics["loss"]))
         assert float(state.model_state["losses"]["size"][0]) == losses[-1]
     assert losses[0] > losses[1] > losses[2]
+    kept = jax.tree.map(lambda a: float(a - before), state.model_state["kept"]["last"])
+    assert kept == (3, 2)
+    assert float(state.model_state["losses"]["calls"]) >= 3
+    apply(state.params, state.model_state, x, rng=None)

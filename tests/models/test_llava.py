@@ -118,6 +118,7 @@ def test_loss_and_gradient_are_those_of_the_definition_in_float64():
     np.testing.assert_allclose(got[3:], own, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_written_is_the_most_probable_token_of_whole_rows():
     params, batch = noisy(LLAVA), make_batch()
     lengths = np.array([6, 9, 7, 4])
