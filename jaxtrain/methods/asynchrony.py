@@ -341,7 +341,7 @@ def _of_what_it_made(opt_state: PyTree) -> str | None:
     """What an optimizer does with its own updates that a factor on them would miss, or None."""
     if keeps_averages(opt_state):
         return "keeps averages of the parameters"
-    return "makes one update of several gradients" if accumulates(opt_state) else None
+    return "accumulates several gradients in one update" if accumulates(opt_state) else None
 
 
 def _of_late_parameters(engine: Engine) -> Engine:
