@@ -218,7 +218,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"late by 4 updates and .* is 2: give 4"):
         asynchronous(made, Workers(events=str(log), late=2))
     tempered = dataclasses.replace(UNEVEN, temper=1.0)
-    for options, message in (({"ema": 0.9}, "averages of"), ({"accumulate": 2}, "one update of")):
+    for options, message in (({"ema": 0.9}, "averages of"), ({"accumulate": 2}, "accumulates")):
         own = made.with_(optimizer=jt.make_optimizer("sgd", 0.1, **options))
         own = asynchronous(own, tempered)
         with pytest.raises(ValueError, match=message):
