@@ -655,7 +655,7 @@ def temp_bytes(schedule, virtual, remat, microbatches):
         ("1f1b", 1, "full"),
         pytest.param("1f1b", 1, "none", marks=SLOW),
         pytest.param("interleaved", 2, "full", marks=SLOW),
-        ("interleaved", 2, "none"),
+        pytest.param("interleaved", 2, "none", marks=SLOW),
     ],
 )
 def test_memory_does_not_grow_with_microbatches(schedule, virtual, remat):

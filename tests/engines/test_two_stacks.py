@@ -180,6 +180,7 @@ def test_an_encoder_and_a_decoder_train_as_on_one_device(axes, stack, freeze, op
     assert not {part: error for part, error in errors.items() if error[0] > TOLERANCE}, errors
 
 
+@pytest.mark.slow
 def test_the_loss_of_two_stacks_is_the_model_written_out():
     params, batch, rng = init(None), make_batch(), jax.random.key(2)
     loss = jt.loss_from_stages(stages_of(SHARED))

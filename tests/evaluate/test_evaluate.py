@@ -52,7 +52,13 @@ def log_softmax(model, tokens):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-@pytest.mark.parametrize("mesh", [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({"data": 1}, marks=pytest.mark.slow),
+        {"data": 2, "fsdp": 2, "tensor": 2},
+    ],
+)
 def test_rows_of_any_length_are_scored_in_their_order(mesh):
     mesh = jt.make_mesh(**mesh, devices=jax.devices()[: math.prod(mesh.values())])
     model = opened(mesh)

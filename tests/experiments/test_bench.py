@@ -135,6 +135,7 @@ def test_a_row_says_what_ran_where_and_how_fast(capsys, monkeypatch):
     assert row["variants"]["slow"]["ratio"] > 1
 
 
+@pytest.mark.slow
 def test_the_rate_is_of_the_products_that_are_said():
     products = machine.MatrixProducts("bfloat16")
     products()

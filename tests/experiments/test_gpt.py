@@ -75,6 +75,7 @@ def test_generating_continues_the_prompt_with_the_best_checkpoint(texts, tmp_pat
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_bpe_tokenizer_is_trained_kept_with_the_run_and_used_to_generate(texts, tmp_path, capsys):
     run = tmp_path / "run"
     flags = [*SMALL, "--data", texts, "--run-dir", str(run), "--tokenizer", "300"]
@@ -115,6 +116,7 @@ def test_every_layout_and_optimizer_flag_reaches_the_step(texts, tmp_path, capsy
     assert experiment.metadata.config["flags"]["remat"] == "save_attention"
 
 
+@pytest.mark.slow
 def test_resuming_continues_with_the_very_next_batch(texts, tmp_path):
     def run(steps, folder, *more):
         flags = [*SMALL, "--data", texts, "--steps", str(steps), "--sample-tokens", "0", *more]

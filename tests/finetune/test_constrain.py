@@ -48,6 +48,7 @@ def outline(pruned, *more):
     return gpt.outline(parse(gpt.Config, flags(pruned, *more)))
 
 
+@pytest.mark.slow
 def test_what_is_trained_is_what_is_loaded(pruned, tmp_path):
     experiment = outline(pruned, "--keep-zeros", "--quantize-aware", "int4", "--mesh.fsdp", "2")
     state = make_state(experiment, make_experiment_mesh(experiment))

@@ -336,6 +336,7 @@ def log_probs(params, rows):
     return LOG_PROBS(params, run_layers(decoder.stages(MODEL), params, x, rows, None), rows)
 
 
+@pytest.mark.slow
 def test_what_is_the_reference_stays():
     _, opt_state, params = trained()
     before = jax.device_get(make_state(experiment_of(packed()[1].shapes), None).params)

@@ -81,6 +81,7 @@ def test_what_is_pruned_and_quantized_is_exported_code_for_code(
         np.testing.assert_array_equal(np.asarray(again[name]), part, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gptq_takes_a_layers_inputs_behind_the_quantized_layers(model, tmp_path, capsys):
     flags = ["--quantize", "int4", "--group", "8"]
     status, _, error = shrink(model, tmp_path / "out", capsys, *flags)

@@ -112,6 +112,7 @@ def test_two_processes_find_what_one_does_and_write_it_once(capfd, run_dir, tmp_
     assert "takes turns in one process, and this is one of 2: start one" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_sharpness_is_the_largest_eigenvalue_of_every_checkpoint(capsys, run_dir):
     flags = ["--sharpness", "--tolerance", "1e-5", "--iterations", "60"]
     lines, found = landscape(capsys, run_dir, *flags)

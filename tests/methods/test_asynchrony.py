@@ -28,7 +28,8 @@ def same_bits(a, b):
     )
 
 
-@pytest.mark.parametrize("late", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 2])
 def test_a_single_worker_has_the_bits_of_the_plain_step(late):
     state, told, _ = trained(experiment())
     made = asynchronous(experiment(), Workers(seconds=(2.0,), late=late, temper=1.0))

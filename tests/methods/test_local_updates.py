@@ -237,6 +237,7 @@ def test_a_run_is_resumed_with_another_number_of_replicas(tmp_path):
     assert np.isfinite(train(state, rows(8))[1]["loss"])
 
 
+@pytest.mark.slow
 def test_moments_begin_anew_at_meetings_and_the_schedule_goes_on():
     local = Local(replicas=2, every=5, inner="reset")
     state, _, _ = trained(local_updates(experiment(), local), compiler_options=FAST)

@@ -101,7 +101,8 @@ def test_more_meshes_do_too(layout):
     agree(trained(experiment(layout)), on_one())
 
 
-@pytest.mark.parametrize("layout", ["", pytest.param("data=2,fsdp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "data=2,fsdp=2"])
 def test_an_exact_sampler_tells_what_training_computes_to_the_bit(layout):
     found = trained(experiment(layout, sampler="exact"))
     for metrics in found[1]:

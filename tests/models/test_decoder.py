@@ -505,7 +505,8 @@ def program_sizes(layers, optimizer, **changes):
     )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_program_does_not_grow_with_depth(optimizer):
     few, many = (program_sizes(layers, optimizer) for layers in (12, 48))
     assert few.min() > 300

@@ -56,7 +56,7 @@ COMBINATIONS = [
     pytest.param("gpt", "data2-tensor4", marks=slow),
     pytest.param("gpt, one key head", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("gpt, layers of two kinds", "data2-fsdp2-tensor2", marks=slow),
-    ("t5", "data2-fsdp2-tensor2"),
+    pytest.param("t5", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("gpt, beams", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("t5, beams", "data2-fsdp2-tensor2", marks=slow),
     pytest.param("t5, beams", "data2-tensor4", marks=slow),

@@ -71,7 +71,9 @@ def by_16(x_MK, rows=1):
             functools.partial(by_tensor, dtype=ml_dtypes.float8_e5m2),
         ),
         ("mxfp8", by_32, by_32, by_32),
-        ("nvfp4", by_16, functools.partial(by_16, rows=16), None),
+        pytest.param(
+            "nvfp4", by_16, functools.partial(by_16, rows=16), None, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_each_product_is_that_of_operands_rounded_by_the_formats_definition(

@@ -115,6 +115,7 @@ def test_a_mesh_averages_and_evaluates_as_one_device_does():
     )
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_concludes_and_saves_its_average(tmp_path):
     class Killed(jt.Hook):
         def on_step(self, step, state):

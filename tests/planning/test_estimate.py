@@ -325,6 +325,7 @@ def test_less_is_kept_the_more_is_computed_again():
     assert work[0] <= work[1] < work[2]
 
 
+@pytest.mark.slow
 def test_more_rows_need_more_and_more_microbatches_less():
     sizes = [estimate(tiny(global_batch=rows), 8).working_bytes for rows in (16, 32, 64)]
     assert sizes == sorted(sizes)

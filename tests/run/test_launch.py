@@ -346,7 +346,9 @@ time.sleep(60)
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_signals_reach_every_process_once_and_no_restart_follows(number, tmp_path):
     code = f"""
 import signal, sys, time

@@ -169,6 +169,7 @@ def test_equal_rows_have_no_noise(tmp_path):
     assert max(noise.scale, noise.high) < 1e-10
 
 
+@pytest.mark.slow
 def test_the_command_has_a_row_for_every_checkpoint(tmp_path, capsys):
     run = str(tmp_path / "run")
     experiment = load_experiment("tests.small", ["--steps", "4"], command="test")

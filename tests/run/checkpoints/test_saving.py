@@ -301,6 +301,7 @@ def test_a_run_resumes_from_the_newest_sound_checkpoint(tmp_path, caplog):
     assert names == ["12", "4", "damaged-12", "damaged-8"]
 
 
+@pytest.mark.slow
 def test_a_last_save_that_fails_is_a_sentence_and_a_status_of_failure(tmp_path):
     code = """
 import importlib, sys, jaxtrain as jt

@@ -100,6 +100,7 @@ def falling(folder):
     return make_experiment(40, best_mode="max"), options
 
 
+@pytest.mark.slow
 def test_a_run_killed_and_resumed_stops_early_and_names_its_best_checkpoint(tmp_path, capsys):
     experiment, options = falling(tmp_path)
     with pytest.raises(Killed):
