@@ -35,10 +35,9 @@ from jaxtrain.engines.plain import Engine, GradientEngine, run_engine
 from jaxtrain.host.least import check_least, given
 from jaxtrain.methods.method import Method, Step, within
 from jaxtrain.optim import frozen
-from jaxtrain.optim.accumulation import accumulates
 from jaxtrain.optim.averages import keeps_averages
 from jaxtrain.state import TrainState
-from jaxtrain.tree import PyTree, combine
+from jaxtrain.tree import PyTree, combine, nodes_of
 
 
 class Late(NamedTuple):
@@ -341,7 +340,9 @@ def _of_what_it_made(opt_state: PyTree) -> str | None:
     """What an optimizer does with its own updates that a factor on them would miss, or None."""
     if keeps_averages(opt_state):
         return "keeps averages of the parameters"
-    return "accumulates several gradients in one update" if accumulates(opt_state) else None
+    # Of jaxtrain.optim.accumulation, too.
+    several = nodes_of(optax.MultiStepsState, opt_state)
+    return "accumulates several gradients in one update" if several else None
 
 
 def _of_late_parameters(engine: Engine) -> Engine:

@@ -8,6 +8,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -219,9 +220,13 @@ def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"late by 4 updates and .* is 2: give 4"):
         asynchronous(made, Workers(events=str(log), late=2))
     tempered = dataclasses.replace(UNEVEN, temper=1.0)
-    for options, message in (({"ema": 0.9}, "averages of"), ({"accumulate": 2}, "accumulates")):
-        own = made.with_(optimizer=jt.make_optimizer("sgd", 0.1, **options))
-        own = asynchronous(own, tempered)
+    multi = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    for optimizer, message in (
+        (jt.make_optimizer("sgd", 0.1, ema=0.9), "averages of"),
+        (jt.make_optimizer("sgd", 0.1, accumulate=2), "accumulates"),
+        (multi, "accumulates"),
+    ):
+        own = asynchronous(made.with_(optimizer=optimizer), tempered)
         with pytest.raises(ValueError, match=message):
             build.make_abstract_state(own, build.make_experiment_mesh(own))
     with pytest.raises(ValueError, match="a method of its own"):
