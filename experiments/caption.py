@@ -181,7 +181,7 @@ def pictures(digits: data.LabelledImages) -> dict[str, list[Mapping[str, np.ndar
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment."""
-    digits, model = vision.load(vision.Config()), model_config(config)
+    digits, model = vision.load(), model_config(config)
     rows, of = functools.partial(Canvases, model=model, seed=config.seed), pictures(digits)
     train = rows(of["train"], split="train", count=TRAIN, augmented=True)
     held_out = rows(of["validation"], split="validation", count=HELD_OUT)

@@ -87,9 +87,6 @@ class Config(jt.Config):
         """The model that the run starts from; None for random weights."""
         return None if self.init_from is None else language.open_source(self.init_from, "clip")
 
-    begun = property(lambda self: self.source)  # whose images these are
-    teacher = None
-
 
 class Captioned:
     """Rows of images with a caption of their class, drawn anew in every epoch.
@@ -122,7 +119,8 @@ def build(config: Config) -> jt.Experiment:
             "training is private and the loss of experiment 'clip' is one of all pairs of rows, of "
             "which no row has a gradient of its own: leave the flags of --private out"
         )
-    images, source = vision.normalized(config, vision.load(config)), config.source
+    source = config.source
+    images = vision.load(config.data, config.image_size, source)
     tokens_KMT = captions(images.classes, digits=config.data == "digits", source=source)
     model = towers(config, images.shape, tokens_KMT.shape[-1])
     moved = data.Augmented(images.train, config.seed, config.crop)

@@ -112,7 +112,7 @@ def build(config: Config) -> jt.Experiment:
 def of_images(config: Config) -> tuple[Any, Any, np.ndarray, dict[str, Any]]:
     """Returns rows, held-out rows, the labels of rows, and the arguments of an experiment that are
     its classifier."""
-    images = vision.load(vision.Config(data=config.data))
+    images = vision.load(config.data)
     labels_N = np.array([images.train[i]["label"] for i in range(len(images.train))])
     sizes = (int(np.prod(images.shape)), *config.hidden, len(images.classes))
     fields = {

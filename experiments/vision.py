@@ -123,18 +123,14 @@ class Config(jt.Config):
             )
         return language.open_teacher(self.distill, "vit", "convnet")
 
-    @property
-    def begun(self) -> language.Source | None:
-        """The model that takes the images first: what the run starts from, or its teacher."""
-        return self.source or self.teacher
-
 
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment."""
     for name in ("crop", "mixup"):
         if not 0 <= (value := getattr(config, name)) < math.inf:
             raise ValueError(f"--{name} is {value}: give 0 or more")
-    sizes, images = sizes_of(config), normalized(config, load(config))
+    sizes = sizes_of(config)
+    images = load(config.data, config.image_size, config.source, config.teacher)
     height, width = images.shape[:2]
     if config.crop >= min(height, width):
         raise ValueError(f"--crop is {config.crop}: images have {height}x{width} pixels; give less")
@@ -232,7 +228,7 @@ def vit_model(config: Config, images: data.LabelledImages, **sizes: Any) -> vit.
 
 def vit_fields(config: Config, images: data.LabelledImages, **sizes: Any) -> dict[str, Any]:
     """The arguments of an experiment that are its model, a vision transformer."""
-    model, begun = vit_model(config, images, **sizes), config.begun
+    model, begun = vit_model(config, images, **sizes), config.source or config.teacher
     if config.optimizer.name == "momentum":  # the ConvNet's, with which the loss stays at log(K)
         raise ValueError("--model vit cannot use momentum: give --optimizer.name adamw")
     tensor = config.layout.mesh.tensor or 1  # 0 is the mesh's to refuse
@@ -271,15 +267,25 @@ def confusion(
     return {"confusion": np.repeat((255 * large).astype(np.uint8)[..., None], 3, axis=-1)}
 
 
-def load(config: Config) -> data.LabelledImages:
-    """Returns the images to train on and the held-out ones: of the digits, every fifth."""
-    if config.data != "digits":
-        size = config.image_size
-        if size is None and config.begun is not None and not config.data.endswith(".npz"):
-            height, width, _ = config.begun.image
-            size = height if height == width else None
-        return data.open_images(config.data, size=size)
-    if config.image_size is not None:
+def load(
+    name: str = "digits",
+    size: int | None = None,
+    source: language.Source | None = None,
+    teacher: language.Source | None = None,
+) -> data.LabelledImages:
+    """Returns the images to train on and the held-out ones, as the model that a run begins with and
+    its teacher take them."""
+    begun = source or teacher
+    if name != "digits" and size is None and begun is not None and not name.endswith(".npz"):
+        height, width, _ = begun.image
+        size = height if height == width else None
+    images = _digits(size) if name == "digits" else data.open_images(name, size=size)
+    return images if begun is None else _normalized(images, begun, teacher)
+
+
+def _digits(size: int | None) -> data.LabelledImages:
+    """The digits, of which every fifth is held out."""
+    if size is not None:
         raise ValueError("`image_size` is of files of images: the digits have a size of their own")
     sklearn = extras.load("the digits come with scikit-learn", "vision", "sklearn.datasets")
     digits = sklearn.datasets.load_digits()
@@ -293,12 +299,11 @@ def load(config: Config) -> data.LabelledImages:
     )
 
 
-def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImages:
-    """Returns images as the model that the run begins with, and its teacher, take them."""
-    if config.begun is None:
-        return images
-    shape, pixels = config.begun.image, config.begun.told("pixels")
-    for each in filter(None, (config.source, config.teacher)):
+def _normalized(
+    images: data.LabelledImages, begun: language.Source, teacher: language.Source | None
+) -> data.LabelledImages:
+    shape, pixels = begun.image, begun.told("pixels")
+    for each in filter(None, (begun, teacher)):
         if images.shape != each.image:
             own, wanted = ("x".join(map(str, sizes)) for sizes in (images.shape, each.image))
             raise ValueError(
@@ -308,13 +313,13 @@ def normalized(config: Config, images: data.LabelledImages) -> data.LabelledImag
         if each.told("pixels") != pixels:
             raise ValueError(
                 f"the teacher in '{each.path}' normalizes pixels by {each.told('pixels')}, and the "
-                f"model in '{config.init_from}' by {pixels}: give a teacher of the same"
+                f"model in '{begun.path}' by {pixels}: give a teacher of the same"
             )
     if pixels is None:
         return images
     if {len(each) for each in pixels.values()} != {shape[-1]}:
         raise ValueError(
-            f"the images of the model in '{config.begun.path}' have {shape[-1]} channels, and it "
+            f"the images of the model in '{begun.path}' have {shape[-1]} channels, and it "
             f"normalizes {len(pixels['mean'])}"
         )
     sides = {side: data.Normalized(getattr(images, side), **pixels) for side in _SIDES}

@@ -36,7 +36,7 @@ class Only:
 
 
 def test_captions_say_what_the_canvas_has_and_splits_share_no_pair_and_no_picture():
-    digits, model = vision.load(vision.Config()), model_config(Config())
+    digits, model = vision.load(), model_config(Config())
     of = pictures(digits)
     kept = {name: {row["image"].tobytes() for row in rows} for name, rows in of.items()}
     assert [len(rows) for rows in of.values()] == [1438, 180, 179]
@@ -97,7 +97,7 @@ def test_captions_say_what_the_canvas_has_and_splits_share_no_pair_and_no_pictur
 
 
 def test_an_image_token_that_is_written_is_no_letter(monkeypatch):
-    digits, model = vision.load(vision.Config()).held_out, model_config(Config())
+    digits, model = vision.load().held_out, model_config(Config())
     rows = Canvases(digits, model=model, seed=0, count=2, split="train")
     new = np.array([[*b"a 7", model.image_token, data.ByteTokenizer().eod]] * 2)
     monkeypatch.setattr(caption.language, "write", lambda *args, **how: new)

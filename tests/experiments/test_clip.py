@@ -29,7 +29,7 @@ def test_captions_name_the_class_in_several_forms():
     ends = (tokens_KMT == data.ByteTokenizer().eod).argmax(-1)
     said = [bytes(tokens_KMT[1, m, : ends[1, m]].astype(np.uint8)).decode() for m in range(5)]
     assert said == [form.format("seven") for form in clip.FORMS]
-    images = vision.load(Config())
+    images = vision.load()
     moved = data.Augmented(images.train, 3)
     rows = Captioned(moved, captions(images.classes, digits=True), seed=3)
     row, later = rows[5], [rows[5 + epoch * len(rows)] for epoch in range(1, 9)]
@@ -40,7 +40,7 @@ def test_captions_name_the_class_in_several_forms():
 
 
 def test_the_conclusion_counts_what_is_right_and_the_picture_frames_what_is_wrong(monkeypatch):
-    digits = vision.load(Config())
+    digits = vision.load()
     rows = [digits.held_out[n] for n in range(4)]
     images = [row | {"label": label} for row, label in zip(rows, (0, 0, 1, 1), strict=True)]
     # Classes 0 and 1 with two captions each.
@@ -114,7 +114,7 @@ def test_a_folder_says_the_model_the_tokens_of_captions_and_how_images_are_norma
     assert made.metadata.config["family"] == "siglip"
     (words,) = captions(["One", "1"], digits=False, source=parse(Config, given).source)[1:]
     assert words[1].tolist() == [0, 3, 4, 5, 3, 6, 1, 1, 1]  # a photo of a 1
-    rows = vision.normalized(parse(Config, given), data.open_images(images)).train
+    rows = vision.load(str(images), source=parse(Config, given).source).train
     raw = data.open_images(images).train
     wanted = (raw[0]["image"] - [0.5, 0.25, 0.5]) / [0.5, 0.5, 0.25]
     np.testing.assert_allclose(rows[0]["image"], wanted, rtol=1e-5)

@@ -46,7 +46,7 @@ def test_with_group_norm_an_image_knows_nothing_of_others():
 
 
 def test_a_picture_says_what_held_out_images_are_taken_for():
-    images = load(Config())
+    images = load()
     one_more = lambda state, batch: jax.nn.one_hot((batch["label"] + state) % 10, 10)  # noqa: E731
     for shift in (0, 1):
         pixels = confusion(images, one_more, shift, {})["confusion"]
@@ -238,7 +238,7 @@ def convnet_run(tmp_path_factory):
 
 def test_a_reopened_convnet_predicts_what_its_run_has_evaluated(convnet_run, capsys):
     folder, config, state = convnet_run
-    run, images = str(folder / "run"), load(config)
+    run, images = str(folder / "run"), load(config.data, config.image_size)
     asked = ["predict", "--run", run, "--data", f"{folder}/images", "--mesh.fsdp", "8"]
     status, out, err = command(capsys, *asked, "--rows", "9")
     assert status == 0, err
