@@ -97,6 +97,11 @@ class CompiledStep:
         # look at one of them costs next to nothing.
         some = state.step if isinstance(state, TrainState) else state
         first = next(iter(jax.tree.leaves(some)), None)
+        if isinstance(first, jax.core.Tracer):
+            raise ValueError(
+                "a compiled step is called within what JAX traces (jax.jit, jt.plan): give the "
+                "function that it was compiled of"
+            )
         if isinstance(first, jax.Array) and first.is_deleted():
             raise ValueError(
                 "this state was donated to an earlier call of a compiled step and is gone: use the "

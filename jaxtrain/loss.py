@@ -18,6 +18,11 @@ RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", 
 
 RESERVED += ("param_norm", "update_norm")
 
+# Entered with True where the metrics of several steps are joined: a step adds, by this name, the
+# sums that its metrics are made of.
+keeps_sums = jax.make_user_context(False)
+SUMS = "_sums"
+
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:

@@ -31,11 +31,13 @@ from jaxtrain.engines.plain import (
 )
 from jaxtrain.engines.reduction import reduced_once, why_not
 from jaxtrain.loss import (
+    SUMS,
     LossFn,
     WeightedLoss,
     as_weighted,
     check_metrics,
     is_row_wise,
+    keeps_sums,
     of_constant_weight,
 )
 from jaxtrain.ops.scaled import shares_lost
@@ -341,6 +343,7 @@ def build_update(
             )
         found = named_leaves(sums.grads) if counted else {}
         metrics |= told | shares_lost({name: found[name] for name in counted & names.keys()}, stack)
+        metrics |= {SUMS: loss} if keeps_sums.value else {}
         return dataclasses.replace(
             state,
             step=state.step + 1,

@@ -267,6 +267,15 @@ def test_a_donated_state_is_refused_and_not_read(axes):
     assert int(train(new, problems.make_batch())[0].step) == 2
 
 
+def test_a_compiled_step_is_refused_where_a_function_is_traced():
+    given = jnp.ones(3), jnp.ones(2)
+    train = jt.compile_step(lambda state, batch: (state, batch.sum()), *given)
+    planned = lambda *given: jt.plan(train, *given, target="cpu:1", mesh={"data": 1})  # noqa: E731
+    for traced in (jax.jit(train), planned):
+        with pytest.raises(ValueError, match="called within what JAX traces"):
+            traced(*given)
+
+
 def test_a_step_without_donation_has_a_report_too():
     state, _ = make()
     step = jt.build_eval_step(problems.loss_fn)

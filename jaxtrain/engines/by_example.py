@@ -101,7 +101,8 @@ def _sites(jaxpr: Any, count: int) -> dict[Any, tuple[int, Any]]:
     """Finds the one use of each of the first ``count`` inputs, where it is one of those above;
     returns the input and the equation by the equation's output."""
     uses = collections.Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
-    uses.update(v for eqn in jaxpr.eqns for v in eqn.invars if not isinstance(v, Literal))
+    used = (v for eqn in jaxpr.eqns for v in eqn.invars[: 1 if _keeps_a_weight(eqn) else None])
+    uses.update(v for v in used if not isinstance(v, Literal))
     kernels, found = {v: i for i, v in enumerate(jaxpr.invars[:count])}, {}
     for eqn in jaxpr.eqns:
         once = [v for v in eqn.invars if not isinstance(v, Literal) and uses[v] == 1]
@@ -113,6 +114,16 @@ def _sites(jaxpr: Any, count: int) -> dict[Any, tuple[int, Any]]:
     return found
 
 
+def _keeps_a_weight(eqn: Any) -> bool:
+    """Whether an equation is that of :func:`jaxtrain.loss.of_constant_weight`, which is given all
+    parameters and returns its first input, a scalar, with the derivative of that."""
+    scalar = [v.aval.shape for v in eqn.invars[:1]] == [()]
+    if eqn.primitive.name != "custom_jvp_call" or not scalar:
+        return False
+    inner = eqn.params["call_jaxpr"].jaxpr
+    return not inner.eqns and inner.outvars == inner.invars[:1]
+
+
 def _is_simple(eqn: Any) -> bool:
     x, kernel = (v.aval for v in eqn.invars[:2])
     if eqn.primitive.name == "dot_general":
@@ -122,7 +133,8 @@ def _is_simple(eqn: Any) -> bool:
     if eqn.primitive.name != "conv_general_dilated":
         return False
     groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-    return groups == 1 and set(eqn.params["lhs_dilation"]) <= {1}
+    images = x.shape[eqn.params["dimension_numbers"].lhs_spec[0]]  # several: frames of an example
+    return groups == images == 1 and set(eqn.params["lhs_dilation"]) <= {1}
 
 
 def _by_patches(eqn: Any, x: jax.Array, d: jax.Array) -> jax.Array:

@@ -134,7 +134,8 @@ def _clipped(loss_fn: LossFn, microbatches: int, clip: float) -> GradientEngine:
             with apart_along(*manual_batch_axes()):
                 key = jax.random.fold_in(rng, number)
                 loss, _ = loss_fn(combine(training, rest), None, row, key)
-            return loss.total / jnp.where(loss.weight == 0, 1, loss.weight), to_accum_dtype(loss)
+            weight = jax.lax.stop_gradient(loss.weight)
+            return loss.total / jnp.where(weight == 0, 1, weight), to_accum_dtype(loss)
 
         def one(row: PyTree, number: jax.Array) -> tuple[PyTree, jax.Array, WeightedLoss]:
             row = jax.tree.map(lambda x, axis: x if axis is None else x[None], row, axes)

@@ -32,6 +32,7 @@ from jaxtrain.engines.members import each, own_part, split_like
 from jaxtrain.engines.plain import trainable
 from jaxtrain.engines.private import numbered
 from jaxtrain.host.least import check_least
+from jaxtrain.loss import keeps_sums
 from jaxtrain.methods.clipped_clients import ClippedClients
 from jaxtrain.methods.meeting import (
     Meeting,
@@ -83,7 +84,7 @@ def federated(
     """Returns a :class:`jaxtrain.Experiment` of which a step is a round of clients.
 
     ``params`` of its state are the server's, and the optimizer's state is that which clients begin
-    each round with. Metrics are means by weight over the steps of all clients.
+    each round with. Metrics of the loss are of the steps of all clients, others means by weight.
 
     Args:
       experiment: that of a client's step, but for its batch, which holds the rows of all clients of
@@ -204,7 +205,7 @@ def client_round(step: Step, *, epochs: int, local_batch: int) -> Any:
 
         orders_KB = jax.vmap(order)(jax.random.split(order_key, epochs)).reshape(-1, local_batch)
         begun = dataclasses.replace(state, step=jnp.zeros_like(state.step), rng=key, method=None)
-        with pulled_to(state.params):
+        with pulled_to(state.params), keeps_sums(True):
             after, metrics_K = jax.lax.scan(local, begun, orders_KB)
         return own_part(after.params, frozen(state.opt_state)), metrics_K
 

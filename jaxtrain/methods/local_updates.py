@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.engines.compressed import INT8, exchanged, two_stages, whole
 from jaxtrain.engines.members import AXIS, at, each, own_part, split_like
 from jaxtrain.host.least import check_least, given
+from jaxtrain.loss import keeps_sums
 from jaxtrain.methods.meeting import (
     Meeting,
     check_apart,
@@ -110,7 +111,7 @@ def local_updates(experiment: Any, local: Local) -> Any:
 
     ``params`` and ``model_state`` of its state are those of the last meeting, which are evaluated,
     exported and sampled. A replica's key differs from the others', but for a single one. Metrics
-    are means by weight.
+    of the loss are those of the whole batch, and others means by weight.
 
     With one replica and the mean the bits are those of the plain step. With several, ``every`` 1,
     an inner rule without a state and the mean they are data parallel training, to rounding.
@@ -189,7 +190,7 @@ def local_updates(experiment: Any, local: Local) -> Any:
 
     def local_updates(step: Step) -> Step:
         def one(member: TrainState, batch: PyTree, shared: PyTree) -> tuple[TrainState, Any]:
-            with pulled_to(shared):
+            with pulled_to(shared), keeps_sums(True):
                 full = dataclasses.replace(member, params=combine(member.params, shared))
                 after, metrics = step(full, batch)
             params, _ = split_like(member.params, after.params)

@@ -16,6 +16,7 @@ import optax
 
 from jaxtrain.engines.members import AXIS, at, check_engine, parts_of
 from jaxtrain.host.least import check_least
+from jaxtrain.loss import SUMS
 from jaxtrain.methods.method import Method, within
 from jaxtrain.optim.averages import keeps_averages
 from jaxtrain.sharding.placement import free_axes, sizes_are_final
@@ -112,12 +113,22 @@ def check_averages(opt_state: PyTree) -> None:
         )
 
 
-def joined(metrics: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Metrics of all replicas: means by weight, and sums of weights and of what was left out."""
-    if len(metrics["weight"]) == 1:
+def joined(metrics: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Metrics of all replicas, or steps: means by weight, sums of weights and of what was left out,
+    and what a loss reports by the sums of all that count, where they were kept."""
+    metrics, weight_R = dict(metrics), metrics["weight"]
+    losses_R = metrics.pop(SUMS, None)
+    if len(weight_R) == 1:
         return at(metrics, 0)
-    sums = {name: metrics[name].sum(0) for name in ("weight", "skipped")}
-    return jax.tree.map(mean_by(metrics["weight"]), dict(metrics)) | sums
+    found = jax.tree.map(mean_by(weight_R), metrics)
+    found |= {name: metrics[name].sum(0) for name in ("weight", "skipped")}
+    if losses_R is None:
+        return found
+    counts = lambda x: jnp.where((weight_R != 0).reshape(-1, *[1] * (x.ndim - 1)), x, 0)  # noqa: E731
+    losses_R = jax.tree.map(counts, losses_R)
+    add = lambda total, loss: (total + loss, None)  # noqa: E731
+    loss, _ = jax.lax.scan(add, at(losses_R, 0), at(losses_R, slice(1, None)))
+    return found | {name: x for name, x in loss.means().items() if name != "loss"}
 
 
 def check_parts(flag: str, R: int) -> None:

@@ -181,7 +181,12 @@ def plan_step(
                 **{"mesh": mesh} | how,
                 compiler_options=options.get(target.chip.kind),
             )
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:
+            if "Unknown backend" in str(error):  # a callback is made for devices that are here
+                raise ValueError(
+                    "the step calls Python (jax.debug.print, a callback), which nothing compiles "
+                    f"for the GPUs of {target} from here: leave that out of the step to plan"
+                ) from None
             if not is_out_of_memory(error):
                 raise
             shortage = _shortage(str(error))

@@ -21,6 +21,7 @@ def loss(params, row, convolve):
         (("NCHW", "OIHW", "NHWC"), (1, 3, 7, 6), (4, 3, 3, 2), {"dilation": (1, 2)}),
         (("NWC", "IWO", "NCW"), (1, 9, 2), (2, 4, 5), {"padding": [(3, -1)]}),
         (("NHWC", "HWIO", "NHWC"), (1, 4, 4, 4), (3, 3, 2, 4), {"groups": 2}),  # left to JAX
+        (("NHWC", "HWIO", "NHWC"), (3, 4, 4, 2), (3, 3, 2, 4), {}),  # three frames: left too
     ],
 )
 def test_gradients_and_norms_of_rows_are_those_of_each_row_alone(numbers, shape, kernel, how):

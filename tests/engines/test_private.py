@@ -86,6 +86,19 @@ def test_without_clip_and_noise_it_is_the_plain_step():
         np.testing.assert_allclose(metrics[name], told[name], rtol=1e-6)
 
 
+def test_a_step_makes_no_product_of_examples_where_two_vectors_will_do():
+    """Taking the weight of a loss as a constant is no use of its kernels."""
+
+    def loss_fn(params, batch, rng):
+        return jt.WeightedLoss(jnp.square(batch @ params["w"] + params["b"]).sum(), len(batch))
+
+    optimizer = optax.sgd(0.1)
+    init = lambda rng: {"w": jnp.ones((13, 6)), "b": jnp.ones(6)}  # noqa: E731
+    state = jt.init_state(init, optimizer, jax.random.key(0))
+    step = jt.build_train_step(loss_fn, optimizer, engine=private(1.0, 0.0, 5))
+    assert "5x13x6xf32" not in jax.jit(step).lower(state, jnp.ones((5, 13))).as_text()
+
+
 def test_an_example_that_is_not_finite_counts_nothing_and_leaves_no_step_out():
     batch = problems.make_batch(keep=1.0)
     batch["y"][3] = np.nan

@@ -11,6 +11,7 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import build
+from jaxtrain.methods.federated import Federated, federated
 from jaxtrain.methods.local_updates import Local, local_updates
 from jaxtrain.methods.meeting import RATES
 from jaxtrain.methods.method import Method
@@ -55,6 +56,32 @@ def trained(made, count=1, batches=batch, compiler_options=None):
     for step in range(made.steps):
         state, metrics = train(state, batches(step))
     return jax.device_get(state), jax.device_get(metrics), train
+
+
+def test_what_a_loss_reports_is_of_the_rows_of_all_replicas():
+    """The largest, a sum, and a mean of rows of a kind, of which one replica has none."""
+    rows = {"x": np.float32([1, 5, 2, 3]), "kind": np.float32([0, 0, 1, 1])}
+
+    def loss_fn(params, batch, rng):
+        x, kind = params["w"] * batch["x"], batch["kind"]
+        own = {"most": jt.Max(x.max()), "kinds": jt.Sum(kind.sum())}
+        own["of_kind"] = (x * kind).sum(), kind.sum()
+        return jt.WeightedLoss(x.sum(), len(x), own)
+
+    made = jt.Experiment.of(
+        name="tiny",
+        steps=1,
+        init_fn=lambda rng: {"w": jax.numpy.ones(())},
+        loss_fn=loss_fn,
+        batch=rows,
+        train_batches=None,
+        optimizer=jt.make_optimizer("sgd", 0.1),
+    )
+    clients = federated(made, Federated(per_round=2), local_batch=2)
+    for each in (made, local_updates(made, Local(replicas=2)), clients):
+        _, metrics, _ = trained(each, batches=lambda step: rows, compiler_options=FAST)
+        found = [float(metrics[name]) for name in ("most", "kinds", "of_kind", "loss")]
+        assert found == [5.0, 2.0, 2.5, 2.75]
 
 
 @pytest.mark.slow

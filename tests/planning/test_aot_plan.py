@@ -139,6 +139,17 @@ def test_a_topology_that_cannot_be_is_one_sentence(capsys):
     assert err.count("\n") == 1
 
 
+def test_a_step_that_calls_python_is_refused_for_gpus_that_are_not_here():
+    need("h100:1x8")
+
+    def step(state, batch):
+        jax.debug.print("{}", batch.sum())
+        return state, {}
+
+    with pytest.raises(ValueError, match=r"the step calls Python .* GPUs of h100:1x8 from here"):
+        jt.plan(step, jnp.ones(3), jnp.ones((8, 2)), target="h100:1x8", mesh={"data": 8})
+
+
 def test_memory_limits_are_those_the_compiler_states():
     """The table's figures against the compiler's own, for every TPU."""
     need("v5e:2x4")
