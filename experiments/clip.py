@@ -123,6 +123,7 @@ def build(config: Config) -> jt.Experiment:
             "which no row has a gradient of its own: leave the flags of --private out"
         )
     images, source = vision.normalized(config, vision.load(config)), config.source
+    vision.check_crop(config.crop, images)
     tokens_KMT = captions(images.classes, digits=config.data == "digits", source=source)
     model = towers(config, images.shape, tokens_KMT.shape[-1])
     moved = data.Augmented(images.train, config.seed, config.crop)
