@@ -263,6 +263,11 @@ class NameRows:
         self._tokens = [
             tokenizer.encode_batch([getattr(pair, side) for pair in pairs]) for side in Pair._fields
         ]
+        lengths = model.source_len, model.target_len
+        # Of each side how many are cut, for they are longer than a row with its end.
+        self.cut = np.array(
+            [sum(len(x) >= T for x in side) for side, T in zip(self._tokens, lengths, strict=True)]
+        )
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -292,7 +297,7 @@ def name_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[
         "text": f"{len(train):,} functions to train on, {len(held_out):,} held out, of other files",
         "task": "the name of a function and the first line of its docstring, of its body",
     }
-    return train, held_out, facts
+    return train, held_out, facts | told_cut(train, held_out)
 
 
 def open_rows(path: str, *, field: str, tokenizer: str, kept: Any) -> data.TextData:
@@ -312,7 +317,15 @@ def pair_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[
     """Returns rows of source and target to train on and held out, and facts for the header."""
     train, held_out = (NameRows(side, text.tokenizer, model) for side in text.found[""])
     rows = f"{config.data}: {len(train):,} rows to train on, {len(held_out):,} held out"
-    return train, held_out, {"text": rows, "task": "the target of a row, of its source"}
+    facts = {"text": rows, "task": "the target of a row, of its source"}
+    return train, held_out, facts | told_cut(train, held_out)
+
+
+def told_cut(train: NameRows, held_out: NameRows) -> dict[str, str]:
+    """Returns a fact for the header where rows are too short for some texts."""
+    sources, targets = (train.cut + held_out.cut).tolist()
+    told = f"{sources:,} sources and {targets:,} targets, which are longer than their rows"
+    return {"cut": told} if sources or targets else {}
 
 
 def functions(documents: Iterable[data.Document]) -> Iterator[Pair]:

@@ -169,6 +169,11 @@ def test_rows_of_source_and_target_are_pairs(texts, tmp_path):
     assert batch["source"][0, :4].tolist() == [*b"60?", 256]
     assert batch["targets"][0, :3].tolist() == [*b"61", 256]
     assert "60 rows to train on, 20 held out" in built.metadata.facts["text"]
+    assert "cut" not in built.metadata.facts
+    # With the token that ends it a target of two digits has three: 51 in training, 20 held out.
+    built = build(parse(Config, [*flags, str(tmp_path), "--target-len", "2"]))
+    told = "0 sources and 71 targets, which are longer than their rows"
+    assert built.metadata.facts["cut"] == told
     with pytest.raises(ValueError, match="--task rows reads rows of source and target, and '"):
         build(parse(Config, [*flags, texts]))
 
