@@ -121,6 +121,7 @@ def build(config: Config) -> jt.Experiment:
         )
     source = config.source
     images = vision.load(config.data, config.image_size, source)
+    vision.check_crop(config.crop, images)
     tokens_KMT = captions(images.classes, digits=config.data == "digits", source=source)
     model = towers(config, images.shape, tokens_KMT.shape[-1])
     moved = data.Augmented(images.train, config.seed, config.crop)

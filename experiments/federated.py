@@ -79,7 +79,9 @@ def build(config: Config) -> jt.Experiment:
                 f"`optimizer.{name}` is {value}: a client's optimizer begins anew in each round, "
                 "and remembers no step before; leave it out"
             )
-    check_least(config, client_rows=1)
+    check_least(config, client_rows=1, global_batch=0)
+    if any(width < 1 for width in config.hidden):
+        raise ValueError(f"`hidden` is {config.hidden}: give widths from 1")
     rows, held_out, labels_N, fields = (of_images if images else of_text)(config)
     how = config.federated
     given = {"clients": how.clients, "seed": config.seed, "alpha": how.alpha}

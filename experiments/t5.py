@@ -20,7 +20,7 @@ import hashlib
 import re
 import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ from experiments import language, measures
 from experiments.measures import Measures
 from experiments.members import of_members
 from jaxtrain import data
+from jaxtrain.evaluate.answers import word_f1
 from jaxtrain.host.least import check_least
 from jaxtrain.layout import Layout, PipelineLayout
 from jaxtrain.models import encoder_decoder as t5
@@ -262,6 +263,11 @@ class NameRows:
         self._tokens = [
             tokenizer.encode_batch([getattr(pair, side) for pair in pairs]) for side in Pair._fields
         ]
+        lengths = model.source_len, model.target_len
+        # Of each side how many are cut, for they are longer than a row with its end.
+        self.cut = np.array(
+            [sum(len(x) >= T for x in side) for side, T in zip(self._tokens, lengths, strict=True)]
+        )
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -291,7 +297,7 @@ def name_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[
         "text": f"{len(train):,} functions to train on, {len(held_out):,} held out, of other files",
         "task": "the name of a function and the first line of its docstring, of its body",
     }
-    return train, held_out, facts
+    return train, held_out, facts | told_cut(train, held_out)
 
 
 def open_rows(path: str, *, field: str, tokenizer: str, kept: Any) -> data.TextData:
@@ -311,7 +317,15 @@ def pair_rows(config: Config, model: t5.T5Config, text: data.TextData) -> tuple[
     """Returns rows of source and target to train on and held out, and facts for the header."""
     train, held_out = (NameRows(side, text.tokenizer, model) for side in text.found[""])
     rows = f"{config.data}: {len(train):,} rows to train on, {len(held_out):,} held out"
-    return train, held_out, {"text": rows, "task": "the target of a row, of its source"}
+    facts = {"text": rows, "task": "the target of a row, of its source"}
+    return train, held_out, facts | told_cut(train, held_out)
+
+
+def told_cut(train: NameRows, held_out: NameRows) -> dict[str, str]:
+    """Returns a fact for the header where rows are too short for some texts."""
+    sources, targets = (train.cut + held_out.cut).tolist()
+    told = f"{sources:,} sources and {targets:,} targets, which are longer than their rows"
+    return {"cut": told} if sources or targets else {}
 
 
 def functions(documents: Iterable[data.Document]) -> Iterator[Pair]:
@@ -378,9 +392,10 @@ def conclude_names(
         lines = [f"{f'{len(rows)} held-out targets':<48} exact text    text F1"]
     for told, found in (
         ("the model", map(parts_of, texts)),
-        (f"always {': '.join(frequent)[:36]}", [frequent] * len(rows)),
+        (f"always {': '.join(frequent[: 1 + of_names])[:36]}", [frequent] * len(rows)),
     ):
-        lines.append(f"  {told:<46} {score(found, map(parts_of, wanted))}")
+        near = token_f1 if of_names else word_f1  # that of `jaxtrain evaluate`
+        lines.append(f"  {told:<46} {score(found, map(parts_of, wanted), near)}")
     lines += [*measures.lines(config.measures, texts, wanted), "", "some of them:"]
     for target, text in data.spread(list(zip(wanted, texts, strict=True)), 8):
         lines += ["", f"  it is     {target}", f"  it wrote  {text}"]
@@ -397,17 +412,21 @@ def name_and_docstring(target: str) -> tuple[str, str]:
     return name.strip(), told.strip()
 
 
-def score(found: Iterable[tuple[str, str]], wanted: Iterable[tuple[str, str]]) -> str:
-    """Returns the share of exact names, and the mean F1 of names and of docstrings, where there is
-    one.
+def score(
+    found: Iterable[tuple[str, str]],
+    wanted: Iterable[tuple[str, str]],
+    near: Callable[[str, str], float],
+) -> str:
+    """Returns the share of exact names, and the mean F1, ``near``, of names and of docstrings,
+    where there is one.
 
-    >>> score([("half", ""), ("get", "Gets it.")], [("halves", ""), ("get", "Reads it.")])
+    >>> score([("half", ""), ("get", "Gets it.")], [("halves", ""), ("get", "Reads it.")], token_f1)
     '      50.0%      50.0%         50.0%'
     """
     pairs = list(zip(found, wanted, strict=True))
     exact = [a[0] == b[0] for a, b in pairs]
-    names = [token_f1(a[0], b[0]) for a, b in pairs]
-    told = [token_f1(a[1], b[1]) for a, b in pairs if b[1]]
+    names = [near(a[0], b[0]) for a, b in pairs]
+    told = [near(a[1], b[1]) for a, b in pairs if b[1]]
     docstrings = f" {np.mean(told):13.1%}" if told else ""
     return f"{np.mean(exact):11.1%} {np.mean(names):10.1%}{docstrings}"
 

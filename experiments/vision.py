@@ -124,16 +124,22 @@ class Config(jt.Config):
         return language.open_teacher(self.distill, "vit", "convnet")
 
 
+def check_crop(crop: int, images: data.LabelledImages) -> None:
+    """Refuses a move of images that is none, or moves all of one out of sight."""
+    height, width = images.shape[:2]
+    if crop < 0:
+        raise ValueError(f"--crop is {crop}: give 0 or more")
+    if crop >= min(height, width):
+        raise ValueError(f"--crop is {crop}: images have {height}x{width} pixels; give less")
+
+
 def build(config: Config) -> jt.Experiment:
     """Builds the experiment."""
-    for name in ("crop", "mixup"):
-        if not 0 <= (value := getattr(config, name)) < math.inf:
-            raise ValueError(f"--{name} is {value}: give 0 or more")
+    if not 0 <= config.mixup < math.inf:
+        raise ValueError(f"--mixup is {config.mixup}: give 0 or more")
     sizes = sizes_of(config)
     images = load(config.data, config.image_size, config.source, config.teacher)
-    height, width = images.shape[:2]
-    if config.crop >= min(height, width):
-        raise ValueError(f"--crop is {config.crop}: images have {height}x{width} pixels; give less")
+    check_crop(config.crop, images)
     make = {"convnet": convnet_fields, "vit": vit_fields}[config.model]
     rows = images.train
     if config.crop or config.flip or config.mixup:

@@ -38,6 +38,11 @@ def open_rows(config: Any) -> tuple[Any, data.Split, Any]:
                 f"'{config.data}' has the row {str(row)[:80]}: tokens and tags must be lists of "
                 "one length; write JSON lines or Parquet"
             )
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError(
+                f"'{config.data}' has the row {str(row)[:80]}: tokens are words; put numbers in "
+                "quotes"
+            )
     names = names_of(config, {tag for side in sides for row in side for tag in row["tags"]})
     number = {name: i for i, name in enumerate(names)}
     number |= {i: i for i in range(len(names))}  # rows may have either
@@ -50,6 +55,8 @@ def open_rows(config: Any) -> tuple[Any, data.Split, Any]:
 def names_of(config: Any, found: set[Any]) -> tuple[str, ...]:
     """The names of all tags, in the order of their numbers; O comes first where rows have names."""
     given = config.tag_names
+    if not found:
+        raise ValueError(f"'{config.data}' has no word in any of its rows: give some")
     if all(type(tag) is int for tag in found):
         names = given or tuple(map(str, range(max(found) + 1)))
         strange = found - set(range(len(names)))

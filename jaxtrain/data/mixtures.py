@@ -7,6 +7,7 @@ function of (seed, step): row n of a run is found from n by two divisions and tw
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import re
@@ -279,7 +280,8 @@ def open_data(
         `parse_data`.
       field: of rows, that holds the text.
       tokenizer: "bytes", a ``tokenizer.json``, or a number: a BPE tokenizer of that many tokens is
-        trained on the text ("unigram:N" and "wordpiece:N": one of those). Stores have their own.
+        trained on the text of all sources ("unigram:N" and "wordpiece:N": one of those). Stores
+        have their own.
       kept: a tokenizer that was trained before, to take instead where there is that file.
       chat: the template of rows that are conversations, as for `load_template`; None for none.
       parts: the number of appended parts of each store that are visible; None for all that the
@@ -292,6 +294,15 @@ def open_data(
     spec = parse_data(text)
     holds_pairs(spec, field)
     encoder = tokenizer_of_stores(spec, tokenizer)
+    templates = {
+        path: load_template(chat) if chat and conversations_in(path, field) else None
+        for path in spec.paths.values()
+        if not is_store(path)
+    }
+    if encoder is None and len(templates) > 1 and trained_kind(tokenizer):
+        splits = [sources.open_text(path, field=field, chat=x) for path, x in templates.items()]
+        texts = sources.Documents(lambda: itertools.chain(*(split.train for split in splits)))
+        encoder = open_tokenizer(tokenizer, sources.Split(texts, texts), kept=kept)
     found: dict[str, Store | sources.Split] = {}
     for name, path in spec.paths.items():
         if is_store(path):
@@ -299,11 +310,10 @@ def open_data(
             visible = distributed.from_first_process(count) if parts is None else parts
             found[name] = open_store(path, parts=visible)
         else:
-            template = load_template(chat) if chat and conversations_in(path, field) else None
             make = functools.partial(open_tokenizer, tokenizer, kept=kept)
             if encoder is not None:
                 make = lambda split, found=encoder: found  # noqa: E731
-            found[name], encoder, _ = open_documents(path, make, field=field, chat=template)
+            found[name], encoder, _ = open_documents(path, make, field=field, chat=templates[path])
     return TextData(spec, encoder, found, field)
 
 

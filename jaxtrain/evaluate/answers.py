@@ -14,6 +14,8 @@ def answers_of(row: Mapping[str, Any]) -> list[tuple[str, int]]:
     >>> answers_of({"context": "a b", "answers": {"text": ["b"], "answer_start": [2]}})
     [('b', 2)]
     """
+    if not all(isinstance(row.get(name, ""), str) for name in ("question", "context")):
+        raise ValueError(f"the row {str(row)[:80]} has a question or context that is no text")
     flat = {name: row.get(f"answers.{name}") for name in ("text", "answer_start")}
     answers = flat if row.get("answers") is None else row["answers"]
     if isinstance(answers, list) and all(isinstance(each, dict) for each in answers):
@@ -25,6 +27,11 @@ def answers_of(row: Mapping[str, Any]) -> list[tuple[str, int]]:
             "answer_start: write them as SQuAD does, in JSON lines or Parquet"
         )
     for text, start in zip(texts, starts, strict=True):
+        if type(start) is not int or not isinstance(text, str):
+            raise ValueError(
+                f"the question {row['question'][:60]!r} has the answer {text!r} at {start!r}: "
+                "answer_start is a whole number, in letters from 0, and text a text"
+            )
         if not text or row["context"][start : start + len(text)] != text:
             raise ValueError(
                 f"the question {row['question'][:60]!r} has the answer {text!r} at {start}, where "

@@ -45,6 +45,8 @@ class Meeting:
 
     def __post_init__(self) -> None:
         check_least(self, proximal=0, rate=0, momentum=0)
+        if self.momentum >= 1:
+            raise ValueError(f"`{self.flag}.momentum` is {self.momentum}: give less than 1")
         if self.outer != "nesterov" and self.momentum != type(self).momentum:
             raise ValueError(
                 f"`{self.flag}.momentum` is {self.momentum} and `{self.flag}.outer` {self.outer}, "

@@ -189,6 +189,19 @@ def test_a_permutation_of_10_to_the_12_needs_no_table():
     assert max(found) < length
 
 
+def test_a_tokenizer_of_a_mixture_is_trained_on_the_text_of_all_sources(tmp_path):
+    for name, word in (("a", "theme "), ("b", "zwölf ")):
+        (tmp_path / name).mkdir()
+        for n in range(60):
+            (tmp_path / name / f"{n}.txt").write_text(word * 20)
+    spec = f"a=0.5:{tmp_path}/a,b=0.5:{tmp_path}/b"
+    for each in (spec, spec + f";3:a=0.5,c=0.5:{tmp_path}/b"):
+        tokenizer = data.open_data(each, tokenizer="275").tokenizer
+        assert [len(tokenizer.encode(word * 8)) <= 16 for word in ("theme ", "zwölf ")] == [
+            True
+        ] * 2
+
+
 def test_stores_are_mixed_and_must_have_one_tokenizer(tmp_path):
     def store(name, count, tokenizer):
         texts = [data.Document(str(n), f"{name} {n} ".encode() * 9) for n in range(count)]

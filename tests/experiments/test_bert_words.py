@@ -245,6 +245,18 @@ def test_what_is_no_row_of_words_or_questions_is_refused(files, tmp_path):
             {"question": "a?", "context": "b c", "answers": {"text": ["c"], "answer_start": [0]}},
             "the question 'a?' has the answer 'c' at 0, where its context has something else",
         ),
+        ("tags", {"tokens": ["a", 1], "tags": ["O", "B"]}, "tokens are words; put numbers in quot"),
+        ("tags", {"tokens": [], "tags": []}, "has no word in any of its rows"),
+        (
+            "answers",
+            {"question": "a?", "context": "b c", "answers": {"text": ["c"], "answer_start": ["2"]}},
+            "the question 'a?' has the answer 'c' at '2': answer_start is a whole number",
+        ),
+        (
+            "answers",
+            {"question": 5, "context": "b", "answers": {"text": [], "answer_start": []}},
+            "has a question or context that is no text",
+        ),
     ):
         name = {"tags": "names", "answers": "questions"}[task]
         (tmp_path / f"{name}.jsonl").write_text("\n".join([json.dumps(row)] * 40))

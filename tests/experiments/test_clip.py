@@ -140,6 +140,12 @@ def test_a_run_begun_from_a_folder_is_exported_with_its_tokenizer_and_begun_from
     assert hf.pixels(out) == hf.pixels(folder)
 
 
+@pytest.mark.parametrize("crop", [-1, 8])
+def test_a_move_that_no_image_can_make_is_refused(crop):
+    with pytest.raises(ValueError, match=f"--crop is {crop}: "):
+        build(Config(crop=crop))
+
+
 def test_private_training_is_refused():
     with pytest.raises(ValueError, match="training is private and the loss"):
         build(parse(Config, ["--private.noise", "1", "--seed", "5"]))

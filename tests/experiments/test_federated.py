@@ -55,3 +55,15 @@ def test_clients_of_text_are_its_packages(tmp_path):
 def test_a_schedule_is_refused():
     with pytest.raises(ValueError, match="begins anew in each round"):
         experiment(Config(optimizer=jt.run.options.OptimizerOptions(schedule="cosine")))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"hidden": (16, 0)}, r"`hidden` is \(16, 0\): give widths from 1"),
+        ({"global_batch": -1}, "`global_batch` is -1: give at least 0"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        experiment(Config(**given))

@@ -13,7 +13,9 @@ import jaxtrain as jt
 from experiments.t5 import (
     Config,
     NameRows,
+    Pair,
     build,
+    conclude_names,
     functions,
     outline,
     token_f1,
@@ -167,8 +169,25 @@ def test_rows_of_source_and_target_are_pairs(texts, tmp_path):
     assert batch["source"][0, :4].tolist() == [*b"60?", 256]
     assert batch["targets"][0, :3].tolist() == [*b"61", 256]
     assert "60 rows to train on, 20 held out" in built.metadata.facts["text"]
+    assert "cut" not in built.metadata.facts
+    # With the token that ends it a target of two digits has three: 51 in training, 20 held out.
+    built = build(parse(Config, [*flags, str(tmp_path), "--target-len", "2"]))
+    told = "0 sources and 71 targets, which are longer than their rows"
+    assert built.metadata.facts["cut"] == told
     with pytest.raises(ValueError, match="--task rows reads rows of source and target, and '"):
         build(parse(Config, [*flags, texts]))
+
+
+def test_targets_of_any_alphabet_are_measured_by_their_words(monkeypatch):
+    """Of three Russian targets one is exact, and one has half of its words."""
+    pairs = [Pair(text, text) for text in ("да", "да нет", "нет")]
+    rows, tokenizer = NameRows(pairs, data.ByteTokenizer(), MODEL), data.ByteTokenizer()
+    said = [[*tokenizer.encode(text), tokenizer.eod] for text in ("да", "да он", "он")]
+    monkeypatch.setattr("experiments.t5.write", lambda *given, **more: list(map(np.array, said)))
+    config = Config(task="rows", global_batch=3)
+    lines = conclude_names(config, MODEL, tokenizer, rows, rows, None, {})
+    assert lines[1].split() == ["the", "model", "33.3%", "50.0%"]
+    assert lines[2].split() == ["always", "да", "33.3%", "55.6%"]
 
 
 def test_a_tokenizer_without_tokens_for_spans_is_named(texts, tmp_path):

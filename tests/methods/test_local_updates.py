@@ -385,6 +385,7 @@ def test_the_mesh_changes_nothing(axes, delay):
         ({"replicas": 0}, {}, "replicas"),
         ({"every": 10}, {}, "there are no replicas"),
         ({"replicas": 4, "outer": "sgd", "momentum": 0.5}, {}, "which has none"),
+        ({"replicas": 4, "outer": "nesterov", "momentum": 1.5}, {}, "is 1.5: give less than 1"),
     ],
 )
 def test_what_cannot_be_is_said(given, layout, why):
