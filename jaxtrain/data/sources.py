@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -39,6 +40,8 @@ _JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _COLUMN_SUFFIXES = (".parquet", ".arrow")
 ROW_SUFFIXES = (*_JSON_SUFFIXES, *_COLUMN_SUFFIXES)
 TABLE_SUFFIXES = (*_JSON_SUFFIXES, ".csv", ".tsv", ".parquet")
+# Names of files of rows that are held out, whole or in shards as those of Hugging Face.
+HELD_OUT_FILE = re.compile(r"(validation|valid|val|dev|test)(-\d+-of-\d+)?\.")
 _SPLITS = "dataset_dict.json"  # of a saved dataset that has several
 # Beside a saved dataset lie files that some process has made of it.
 _NOT_DATASET = ("cache-", "indices-", "tmp")
@@ -315,8 +318,9 @@ def read_rows(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
     """Returns rows of several fields, to train on and held out, of JSON lines, CSV, TSV or Parquet.
 
-    In a folder, files that are called validation, dev or test are held out; without one, rows are,
-    by a hash of their file and number. None where `path` has files of another kind.
+    In a folder, files that are called validation, valid, val, dev or test are held out, and shards
+    of these, such as test-00000-of-00002.parquet; without one, rows are, by a hash of their file
+    and number. None where `path` has files of another kind.
 
     Raises:
       ValueError: a row lacks one of `fields`, a side is empty, or a file is damaged.
@@ -326,7 +330,7 @@ def read_rows(
     files = [file for file in files if not file.name.startswith(".")]
     if not files or not all(file.name.lower().endswith(TABLE_SUFFIXES) for file in files):
         return None
-    kept = [file for file in files if file.name.split(".")[0] in ("validation", "dev", "test")]
+    kept = [file for file in files if HELD_OUT_FILE.match(file.name)]
     sides = [], []
     for file in files:
         for number, row in enumerate(rows_in(file, fields), 1):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import Document, hash_fraction, python_stdlib, sources, text_folder
-from jaxtrain.data.sources import rows_in
+from jaxtrain.data.sources import read_rows, rows_in
 from jaxtrain.host import storage
 
 
@@ -400,3 +400,15 @@ def test_text_is_read_through_failures_that_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(kind, "open", open_lines)
     assert names() == whole
     assert sorted(failed) == ["deep", "line"]
+
+
+@pytest.mark.parametrize(
+    "held_out", ["validation.jsonl", "valid.jsonl", "val.jsonl", "test-00000-of-00001.jsonl"]
+)
+def test_rows_of_a_held_out_file_are_never_trained_on(held_out, tmp_path):
+    """Whatever it is called: a hash would have put all but a few of its rows into training."""
+    train = held_out.replace(held_out.split(".")[0].split("-")[0], "train")
+    for name, text in ((train, "seen"), (held_out, "new"), ("test_of_it.jsonl", "seen")):
+        (tmp_path / name).write_text(f'{{"text": "{text}"}}\n' * 40)
+    sides = read_rows(tmp_path, ["text"])
+    assert [{row["text"] for row in side} for side in sides] == [{"seen"}, {"new"}]
