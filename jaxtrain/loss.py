@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxtrain.tree import named_leaves
@@ -22,6 +23,7 @@ RESERVED += ("param_norm", "update_norm")
 # sums that its metrics are made of.
 keeps_sums = jax.make_user_context(False)
 SUMS = "_sums"
+RESERVED += (SUMS,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,9 +232,13 @@ def as_weighted(loss: Any) -> WeightedLoss:
     return jax.tree.map(jnp.asarray, loss)
 
 
+# What the program of :func:`of_constant_weight` calls the weight, by which it is known.
+CONSTANT_WEIGHT = "constant_weight"
+
+
 @jax.custom_jvp
 def _constant(weight: jax.Array, params: Any) -> jax.Array:
-    return weight
+    return checkpoint_name(weight, CONSTANT_WEIGHT)
 
 
 @functools.partial(_constant.defjvp, symbolic_zeros=True)

@@ -255,7 +255,8 @@ def build_update(
         rng = jax.random.fold_in(state.rng, state.step)
         still = frozen(state.opt_state) - frozenset(filter(is_count, named_leaves(state.params)))
         given = (state.params, state.model_state, batch, rng, scale)
-        sums = run_engine(engine, *given, frozen=still, memory=state.memory)
+        with keeps_sums(False):  # a step within the loss is none of those that are joined
+            sums = run_engine(engine, *given, frozen=still, memory=state.memory)
         check_metrics(sums.loss)
         _check_returned("gradient engine", "memory", state.memory, sums.memory)
         return within(update)(state, sums)

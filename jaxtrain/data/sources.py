@@ -41,7 +41,7 @@ _COLUMN_SUFFIXES = (".parquet", ".arrow")
 ROW_SUFFIXES = (*_JSON_SUFFIXES, *_COLUMN_SUFFIXES)
 TABLE_SUFFIXES = (*_JSON_SUFFIXES, ".csv", ".tsv", ".parquet")
 # Names of files of rows that are held out, whole or in shards as those of Hugging Face.
-HELD_OUT_FILE = re.compile(r"(validation|valid|val|dev|test)(-\d+-of-\d+)?\.")
+HELD_OUT_FILE = re.compile(r"(validation|valid|val|dev|test)(-\d+-of-\d+(-[0-9a-f]+)?)?\.")
 _SPLITS = "dataset_dict.json"  # of a saved dataset that has several
 # Beside a saved dataset lie files that some process has made of it.
 _NOT_DATASET = ("cache-", "indices-", "tmp")
@@ -330,7 +330,7 @@ def read_rows(
     files = [file for file in files if not file.name.startswith(".")]
     if not files or not all(file.name.lower().endswith(TABLE_SUFFIXES) for file in files):
         return None
-    kept = [file for file in files if HELD_OUT_FILE.match(file.name)]
+    kept = [file for file in files if len(files) > 1 and HELD_OUT_FILE.match(file.name)]
     sides = [], []
     for file in files:
         for number, row in enumerate(rows_in(file, fields), 1):

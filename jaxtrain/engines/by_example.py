@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, DropVar, Literal, jaxpr_as_fun
 
+from jaxtrain.loss import CONSTANT_WEIGHT
 from jaxtrain.tree import PyTree
 
 
@@ -116,12 +117,11 @@ def _sites(jaxpr: Any, count: int) -> dict[Any, tuple[int, Any]]:
 
 def _keeps_a_weight(eqn: Any) -> bool:
     """Whether an equation is that of :func:`jaxtrain.loss.of_constant_weight`, which is given all
-    parameters and returns its first input, a scalar, with the derivative of that."""
-    scalar = [v.aval.shape for v in eqn.invars[:1]] == [()]
-    if eqn.primitive.name != "custom_jvp_call" or not scalar:
+    parameters and uses none of them."""
+    if eqn.primitive.name != "custom_jvp_call":
         return False
-    inner = eqn.params["call_jaxpr"].jaxpr
-    return not inner.eqns and inner.outvars == inner.invars[:1]
+    inside = eqn.params["call_jaxpr"].jaxpr.eqns
+    return [each.params.get("name") for each in inside] == [CONSTANT_WEIGHT]
 
 
 def _is_simple(eqn: Any) -> bool:

@@ -84,7 +84,8 @@ def federated(
     """Returns a :class:`jaxtrain.Experiment` of which a step is a round of clients.
 
     ``params`` of its state are the server's, and the optimizer's state is that which clients begin
-    each round with. Metrics of the loss are of the steps of all clients, others means by weight.
+    each round with. Metrics of the loss are of all steps of clients that weigh something, and
+    others means by weight.
 
     Args:
       experiment: that of a client's step, but for its batch, which holds the rows of all clients of

@@ -111,7 +111,7 @@ def local_updates(experiment: Any, local: Local) -> Any:
 
     ``params`` and ``model_state`` of its state are those of the last meeting, which are evaluated,
     exported and sampled. A replica's key differs from the others', but for a single one. Metrics
-    of the loss are those of the whole batch, and others means by weight.
+    of the loss are of all replicas whose rows weigh something, and others means by weight.
 
     With one replica and the mean the bits are those of the plain step. With several, ``every`` 1,
     an inner rule without a state and the mean they are data parallel training, to rounding.

@@ -403,12 +403,22 @@ def test_text_is_read_through_failures_that_pass(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "held_out", ["validation.jsonl", "valid.jsonl", "val.jsonl", "test-00000-of-00001.jsonl"]
+    "held_out",
+    [
+        "validation.jsonl",
+        "valid.jsonl",
+        "val.jsonl",
+        "test-00000-of-00001.jsonl",
+        "test-00000-of-00001-a09b74b3ef9c3b56.jsonl",
+    ],
 )
 def test_rows_of_a_held_out_file_are_never_trained_on(held_out, tmp_path):
     """Whatever it is called: a hash would have put all but a few of its rows into training."""
     train = held_out.replace(held_out.split(".")[0].split("-")[0], "train")
     for name, text in ((train, "seen"), (held_out, "new"), ("test_of_it.jsonl", "seen")):
-        (tmp_path / name).write_text(f'{{"text": "{text}"}}\n' * 40)
+        (tmp_path / name).write_text(f'{{"text": "{text}"}}\n' * 200)
     sides = read_rows(tmp_path, ["text"])
     assert [{row["text"] for row in side} for side in sides] == [{"seen"}, {"new"}]
+    alone = read_rows(tmp_path / held_out, ["text"])
+    assert all(alone)
+    assert sum(map(len, alone)) == 200

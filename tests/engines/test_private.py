@@ -99,6 +99,25 @@ def test_a_step_makes_no_product_of_examples_where_two_vectors_will_do():
     assert "5x13x6xf32" not in jax.jit(step).lower(state, jnp.ones((5, 13))).as_text()
 
 
+def test_a_rule_of_ones_own_that_returns_its_first_input_is_a_use_of_the_others():
+    @jax.custom_jvp
+    def regularized(total, w):
+        return total
+
+    regularized.defjvp(lambda xs, dxs: (xs[0], dxs[0] + jnp.vdot(xs[1], dxs[1])))
+    rows, w = np.float32([[1, 2], [3, 4]]), np.float32([[1], [2]])
+
+    def loss_fn(params, batch, rng):
+        total = jnp.square(batch @ params["w"]).sum()
+        return jt.WeightedLoss(regularized(total, params["w"]), len(batch))
+
+    optimizer = optax.sgd(1.0)
+    state = jt.init_state(lambda rng: {"w": w}, optimizer, jax.random.key(0))
+    step = jt.build_train_step(loss_fn, optimizer, engine=private(1e9, 0.0, 2))
+    moved = w - np.asarray(step(state, rows)[0].params["w"])
+    np.testing.assert_allclose(moved, rows.T @ (rows @ w) + w, rtol=1e-5)
+
+
 def test_an_example_that_is_not_finite_counts_nothing_and_leaves_no_step_out():
     batch = problems.make_batch(keep=1.0)
     batch["y"][3] = np.nan

@@ -252,6 +252,7 @@ def test_unknown_names_list_what_is_allowed(flag, allowed, capsys):
     assert allowed in printed.out + printed.err
 
 
+@pytest.mark.slow
 def test_simulated_devices_and_the_command_line_of_a_fresh_process(texts, tmp_path):
     command = [sys.executable, "-m", "experiments.gpt", *SMALL, "--data", texts]
     command += ["--simulate-devices", "4", "--mesh.tensor", "2", "--run-dir", str(tmp_path / "run")]

@@ -96,6 +96,7 @@ def test_batches_of_other_weights_have_the_hessian_of_their_mean():
     assert found.error <= 1e-5 * found.value
 
 
+@pytest.mark.slow
 def test_a_kernel_whose_gradient_has_no_derivative_makes_room_for_xla(monkeypatch, caplog):
     splash = attention.KERNELS["splash"]
     compute = functools.partial(splash.compute, interpret=True)

@@ -11,9 +11,10 @@ import pytest
 
 import jaxtrain as jt
 from jaxtrain import build
+from jaxtrain.loss import SUMS
 from jaxtrain.methods.federated import Federated, federated
 from jaxtrain.methods.local_updates import Local, local_updates
-from jaxtrain.methods.meeting import RATES
+from jaxtrain.methods.meeting import RATES, joined
 from jaxtrain.methods.method import Method
 from jaxtrain.models import decoder
 from jaxtrain.planning.ahead_of_time import explain
@@ -82,6 +83,14 @@ def test_what_a_loss_reports_is_of_the_rows_of_all_replicas():
         _, metrics, _ = trained(each, batches=lambda step: rows, compiler_options=FAST)
         found = [float(metrics[name]) for name in ("most", "kinds", "of_kind", "loss")]
         assert found == [5.0, 2.0, 2.5, 2.75]
+
+
+def test_a_replica_whose_rows_do_not_count_has_no_largest_metric():
+    weight, most = np.float32([0, 2, 1]), np.float32([9, -3, -2])
+    sums = jt.WeightedLoss(np.float32([9, 4, 6]), weight, {"most": jt.Max(most, np.ones(3))})
+    told = {"loss": most, "most": most, "weight": weight, "skipped": np.float32([1, 0, 0])}
+    found = joined(told | {SUMS: sums})
+    assert (found["most"], found["weight"], found["skipped"]) == (-2, 3, 1)
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ def test_each_product_is_that_of_operands_rounded_by_the_formats_definition(
         close(dw.base, of_x(x.T) @ of_dy(dy.T).T)
 
 
+@pytest.mark.slow
 def test_four_bits_are_rounded_up_as_often_as_a_value_is_near_and_the_transform_cancels_out():
     x = jnp.asarray(np.tile(np.linspace(-6, 6, 97), (512, 1)), jnp.float32)
     scale = jnp.asarray(draw((512, 1), 3))

@@ -121,6 +121,7 @@ def test_a_hook_that_ends_one_process_ends_the_others_with_its_words(tmp_path, w
         assert f"has ended with {words}" in processes[0].errors
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_ends_all_and_the_run_can_be_started_again(tmp_path):
     arguments = (*MANY, "--start-seconds", "2")
     with workers(tmp_path, *arguments, count=2, devices=1) as processes:
