@@ -390,11 +390,11 @@ def conclude_names(
     lines = [f"{title:<48} exact name    name F1  docstring F1"]
     if not of_names:
         lines = [f"{f'{len(rows)} held-out targets':<48} exact text    text F1"]
+    near = token_f1 if of_names else word_f1  # that of `jaxtrain evaluate`
     for told, found in (
         ("the model", map(parts_of, texts)),
         (f"always {': '.join(frequent[: 1 + of_names])[:36]}", [frequent] * len(rows)),
     ):
-        near = token_f1 if of_names else word_f1  # that of `jaxtrain evaluate`
         lines.append(f"  {told:<46} {score(found, map(parts_of, wanted), near)}")
     lines += [*measures.lines(config.measures, texts, wanted), "", "some of them:"]
     for target, text in data.spread(list(zip(wanted, texts, strict=True)), 8):

@@ -13,17 +13,14 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxtrain.tree import named_leaves
 
-# What a train step reports itself; a loss may not call a metric so.
-RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", "loss_scale")
-
-
-RESERVED += ("param_norm", "update_norm")
-
 # Entered with True where the metrics of several steps are joined: a step adds, by this name, the
 # sums that its metrics are made of.
 keeps_sums = jax.make_user_context(False)
 SUMS = "_sums"
-RESERVED += (SUMS,)
+
+# What a train step reports itself; a loss may not call a metric so.
+RESERVED = ("loss", "weight", "grad_norm", "skipped", "spike", "learning_rate", "loss_scale")
+RESERVED += ("param_norm", "update_norm", SUMS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -301,9 +301,12 @@ def open_data(
     }
     if encoder is None and len(templates) > 1 and trained_kind(tokenizer):
         splits = [sources.open_text(path, field=field, chat=x) for path, x in templates.items()]
-        in_turn = lambda: itertools.zip_longest(*(split.train for split in splits))  # noqa: E731
-        each = lambda: filter(None, itertools.chain.from_iterable(in_turn()))  # noqa: E731
-        texts = sources.Documents(each)
+
+        def in_turn() -> Iterator[sources.Document]:
+            rounds = itertools.zip_longest(*(split.train for split in splits))
+            return filter(None, itertools.chain.from_iterable(rounds))
+
+        texts = sources.Documents(in_turn)
         encoder = open_tokenizer(tokenizer, sources.Split(texts, texts), kept=kept)
     found: dict[str, Store | sources.Split] = {}
     for name, path in spec.paths.items():

@@ -94,7 +94,7 @@ def test_a_replica_whose_rows_do_not_count_has_no_largest_metric():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [1, 3])
 def test_a_single_replica_has_the_bits_of_the_plain_step(every):
     state, told, _ = trained(experiment())
     found, metrics, _ = trained(local_updates(experiment(), Local(replicas=1, every=every)))
