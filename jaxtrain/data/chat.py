@@ -48,11 +48,21 @@ FORMS = {
     "chosen": {"chosen", "rejected"},
 }
 _ASKING = ("user", "system", "developer")
-FIELDS = ("messages", "prompt", "completion", "label", "chosen", "rejected", "tools", "documents")
+# Fields of messages, and fields of objects for the template; both may be JSON as text.
+_TALK, _OBJECTS = ("messages", "prompt", "completion", "chosen", "rejected"), ("tools", "documents")
+FIELDS = (*_TALK, "label", *_OBJECTS)
+# Text that begins as an object, or as messages.
+_OBJECT_TEXT = re.compile(r"\s*\[?\s*\{")
+_MESSAGES_TEXT = re.compile(r"\s*\[\s*\{\s*[\"'](role|content)[\"']\s*:")
 # Unicode's noncharacters, which no text has: where a span that counts begins and ends, and what
 # stands inside of a text that spells a special token.
 _BEGIN, _END, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = re.compile(f"[{_BEGIN}{_END}{_INSIDE}]")
+
+
+class _JsonText(str):
+    """The arguments of a call as JSON text, as OpenAI has them. A template may print the text, and
+    its filter `tojson` gives the same JSON rather than that of a text."""
 
 
 class Conversation(NamedTuple):
@@ -124,8 +134,9 @@ class ChatTemplate:
         Args:
           record: `messages`, or `prompt` and `completion`, perhaps with a `label` (whether the
             answer is a good one), or `chosen` and `rejected` with or without a `prompt`. Each is a
-            list of messages, or a string: what the user says in `prompt`, else the assistant.
-            `tools` and `documents` go to the template.
+            list of messages, or JSON text of one, or another string: what the user says in
+            `prompt`, else the assistant. `tools` and `documents`, lists of objects or JSON text of
+            one, go to the template.
           where: names the record in errors.
           field: of a record that has several of `messages`, `completion` and `chosen`, which;
             `completion` reads no label.
@@ -136,16 +147,17 @@ class ChatTemplate:
             what was rendered before it.
         """
         rendered = []
+        objects = {name: _objects(record.get(name), name, where) for name in _OBJECTS}
         for messages in _messages_of(record, where, field):
             try:
-                more = {name: self._harmless(record.get(name)) for name in ("tools", "documents")}
+                variables = self._harmless(objects)
                 messages = self._harmless(messages)
                 if self.text in TEMPLATES.values():
                     _check_texts(messages)
-                marked = self._marked(messages, False, more)
+                marked = self._marked(messages, False, variables)
                 _, has_spans = _compiled(self.text)
                 if not has_spans:
-                    marked = self._by_prefixes(messages, marked, more)
+                    marked = self._by_prefixes(messages, marked, variables)
                 found = Conversation(name, *_read(marked, self.special))
             except ValueError as error:
                 raise ValueError(f"{where} cannot be rendered: {error}") from None
@@ -188,7 +200,10 @@ class ChatTemplate:
     def _harmless(self, value: Any) -> Any:
         """Returns messages in which no text makes a special token."""
         if isinstance(value, dict):
-            return {self._harmless(name): self._harmless(each) for name, each in value.items()}
+            value = {self._harmless(name): self._harmless(item) for name, item in value.items()}
+            if isinstance(value.get("arguments"), str):
+                value["arguments"] = _JsonText(value["arguments"])
+            return value
         if isinstance(value, (list, tuple)):  # a tuple is an entry of a table's map
             return type(value)(map(self._harmless, value))
         if isinstance(value, str):
@@ -325,14 +340,66 @@ def _cut(document: Any) -> Iterator[bytes]:
     yield document.text[done:]
 
 
+def _from_json(text: str) -> Any:
+    """Returns the value of a JSON text; None for other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _objects(value: Any, name: str, where: str) -> Any:
+    """Returns a list of objects that may be JSON text, as a whole or object by object."""
+    objects = _from_json(value) if isinstance(value, str) else value
+    if isinstance(objects, list):
+        objects = [_from_json(item) if isinstance(item, str) else item for item in objects]
+    empty = not value or value == "null"
+    if not empty and not (isinstance(objects, list) and all(type(x) is dict for x in objects)):
+        raise ValueError(
+            f"{where} has '{name}' that are neither a list of objects nor JSON text of one: write "
+            "them as JSON"
+        )
+    return objects
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in value
+    )
+
+
+def _decoded(value: Any, name: str, where: str) -> Any:
+    """Returns the messages of a field that may hold them as JSON text; another text as it is."""
+    if isinstance(value, str):
+        messages = _from_json(value)
+        if messages and _are_messages(messages):
+            value = messages
+        # Any other text is an answer. Nobody means to train on the letters of messages.
+        elif (_OBJECT_TEXT if name == "messages" else _MESSAGES_TEXT).match(value):
+            raise ValueError(
+                f"{where} has a field '{name}' that begins as messages and is no JSON of such: "
+                "write a list of messages, each with a role"
+            )
+    elif isinstance(value, list):
+        value = [_from_json(item) if isinstance(item, str) else item for item in value]
+    if not _are_messages(value):
+        return value
+    calls = "tool_calls"
+    return [
+        message | ({calls: _objects(message[calls], calls, where)} if calls in message else {})
+        for message in value
+    ]
+
+
 def _messages_of(record: Mapping[str, Any], where: str, field: str | None) -> list[Messages]:
+    decoded = {name: _decoded(record[name], name, where) for name in _TALK if name in record}
+    record = {**record, **decoded}
+
     def messages(name: str) -> Messages:
         value = record[name]
         if isinstance(value, str):
             value = [{"role": "user" if name == "prompt" else "assistant", "content": value}]
-        if not isinstance(value, list) or not all(
-            isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
-        ):
+        if not _are_messages(value):
             raise ValueError(
                 f"{where} has a field '{name}' that is neither a string nor messages with a role"
             )
@@ -478,6 +545,9 @@ def _compiled(text: str) -> tuple[Any, bool]:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+        if isinstance(value, _JsonText):
+            objects = _from_json(value.rstrip(_INSIDE))
+            value = value if objects is None else objects
         return json.dumps(value, **{"ensure_ascii": False} | options, indent=indent)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(

@@ -143,13 +143,12 @@ class Files:
             yield Document(name, text)
             return
         choose = functools.partial(_columns, path, None if self.chat else self.field)
-        tidy = _own_fields if name.lower().endswith(_COLUMN_SUFFIXES) else dict
         for number, where, record in _records(path, choose, self.span):
             if self.chat is None:
                 yield Document(f"{name}:{number}", _text_of(record, where, self.field))
             else:
-                own, record = f"{name}:{number}", tidy(record)
-                yield from self.chat.conversations(own, record, where, field=self.field)
+                row = f"{name}:{number}"
+                yield from self.chat.conversations(row, record, where, field=self.field)
 
     def _sides(self, document: Document) -> Iterator[Document]:
         """Yields what is on this side of a split by row, or of the only text."""
@@ -374,8 +373,16 @@ def fields_of(path: str | os.PathLike[str]) -> tuple[str, ...]:
 def texts_of_rows(sides: Iterable[list[dict[str, Any]]], fields: Iterable[str]) -> Split:
     """Returns the texts of rows as documents, such as a tokenizer learns from."""
 
+    def text_of(value: Any) -> str:
+        if isinstance(value, (list, dict)):
+            kind = type(value).__name__
+            raise ValueError(
+                f"the row with {str(value)[:80]} has a {kind} as its text: give a string"
+            )
+        return str(value or "")
+
     def texts(rows: list[dict[str, Any]]) -> Documents:
-        parts = [[str(row.get(name) or "") for name in fields] for row in rows]
+        parts = [[text_of(row.get(name)) for name in fields] for row in rows]
         return Documents(lambda: (Document("", "\n".join(each).encode()) for each in parts))
 
     return Split(*map(texts, sides))
@@ -615,18 +622,35 @@ def _of_conversations(names: Iterable[str]) -> str:
     )
 
 
-def _own_fields(value: Any) -> Any:
-    """Returns a row without the None of fields that only other rows of its table have; a message
-    of calls alone says nothing, so its `content` is None in truth."""
+def _value_of(value: Any, kind: Any) -> Any:
+    """Returns a value of a column, by its Arrow type: JSON is read, and an object is without the
+    None of fields that only other rows of its table have. A message of calls alone says nothing, so
+    its `content` is None in truth."""
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return json.loads(value)
+    kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
         return {
-            name: _own_fields(each)
-            for name, each in value.items()
-            if each is not None or (name == "content" and "role" in value)
+            field.name: _value_of(value[field.name], field.type)
+            for field in kind
+            if value[field.name] is not None or (field.name == "content" and "role" in value)
         }
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_own_fields, value))
+    if isinstance(value, list) and hasattr(kind, "value_field"):
+        return [_value_of(item, kind.value_type) for item in value]
+    if isinstance(value, list) and hasattr(kind, "item_type"):  # entries of a map
+        return [(name, _value_of(item, kind.item_type)) for name, item in value]
     return value
+
+
+def _rows_in(batch: Any) -> list[dict[str, Any]]:
+    """Returns the rows of a batch of columns."""
+    kinds = {field.name: field.type for field in batch.schema}
+    return [
+        {name: _value_of(value, kinds[name]) for name, value in row.items()}
+        for row in batch.to_pylist()
+    ]
 
 
 def _column_batches(
@@ -641,7 +665,7 @@ def _column_batches(
                     columns = choose(file.schema)
                     count = getattr(file, "num_record_batches", None)  # a stream has no count
                     for batch in file if count is None else map(file.get_batch, range(count)):
-                        yield batch.select(columns).to_pylist()
+                        yield _rows_in(batch.select(columns))
                 return
             with pyarrow.parquet.ParquetFile(data) as file:
                 columns = choose(file.schema_arrow)
@@ -649,8 +673,8 @@ def _column_batches(
                 for batch in file.iter_batches(
                     batch_size=_PARQUET_BATCH_ROWS, row_groups=groups, columns=columns
                 ):
-                    yield batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+                    yield _rows_in(batch)
+    except (pyarrow.ArrowException, json.JSONDecodeError, RecursionError, OSError) as error:
         _check_damage(path, error)
 
 

@@ -348,6 +348,81 @@ def test_preferences_are_two_conversations():
     ]
 
 
+ARGUMENTS = {"city": "Ω", "unit": None}
+TEXT = json.dumps(ARGUMENTS, ensure_ascii=False)
+TOOL_CALLS = [{"function": {"name": "w", "arguments": ARGUMENTS}}]
+ASKED, SAID_BY_CALL = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "tool_calls": TOOL_CALLS},
+)
+PARAMETERS = [{"function": {"properties": {"city": {"default": None}}}}]
+OF_CALLS = ChatTemplate(
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    "{% generation %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}{% endgeneration %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [ASKED, SAID_BY_CALL], "tools": PARAMETERS},
+        {"messages": json.dumps([ASKED, SAID_BY_CALL]), "tools": json.dumps(PARAMETERS)},
+        {"messages": list(map(json.dumps, [ASKED, SAID_BY_CALL])), "tools": ""},
+        {
+            "messages": [ASKED, SAID_BY_CALL | {"tool_calls": json.dumps(TOOL_CALLS)}],
+            "tools": "null",
+        },
+        {"prompt": json.dumps([ASKED]), "completion": json.dumps([SAID_BY_CALL])},
+        {"prompt": json.dumps([ASKED]), "chosen": json.dumps([SAID_BY_CALL]), "rejected": "[]"},
+        {"messages": [ASKED, SAID_BY_CALL | {"tool_calls": [{"function": {"arguments": TEXT}}]}]},
+    ],
+)
+def test_json_as_text_is_read_as_the_objects_that_it_has(record):
+    text = OF_CALLS.conversations("x", record)[0].text.decode()
+    tools = '{"function": {"properties": {"city": {"default": null}}}}' * bool(
+        record.get("tools", "") not in ("", "null")
+    )
+    assert text == tools + '<user>a<assistant>{"city": "Ω", "unit": null}'
+
+
+@pytest.mark.parametrize(
+    "answer", ["[]", '{"role": "x"}', "[1, 2]", '"a"', "null", "[{}]", "[INST]"]
+)
+def test_an_answer_that_is_json_of_no_messages_is_a_text(answer):
+    (conversation,) = load_template("plain").conversations(
+        "x", {"prompt": "1", "completion": answer}
+    )
+    assert conversation.text.decode() == f"1{answer}"
+
+
+def test_columns_of_json_are_read_as_json(tmp_path):
+    """Equals the JSON lines of the same rows; `datasets` 5 writes both columns so."""
+    row = {"messages": [ASKED, SAID_BY_CALL], "tools": PARAMETERS}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row))
+    as_json = {"messages": list(map(json.dumps, row["messages"]))}
+    properties = json.dumps(PARAMETERS[0]["function"]["properties"])
+    as_json["tools"] = [{"function": {"properties": properties, "other": None}}]
+
+    def schema_of(text: pyarrow.DataType) -> pyarrow.Schema:
+        tool = pyarrow.struct({"properties": text, "other": "int8"})
+        tools = pyarrow.list_(pyarrow.struct({"function": tool}))
+        return pyarrow.schema({"messages": pyarrow.list_(text), "tools": tools})
+
+    table = pyarrow.Table.from_pylist([as_json], schema_of(pyarrow.string()))
+    table = table.cast(schema_of(pyarrow.json_()))
+    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
+    with pyarrow.ipc.new_stream(tmp_path / "chat.arrow", table.schema) as file:
+        file.write_table(table)
+    texts = []
+    for name in ("chat.jsonl", "chat.parquet", "chat.arrow"):
+        sides = data.text_folder(tmp_path / name, chat=OF_CALLS)
+        texts += [document.text for side in sides for document in side]
+    assert len(texts) == 3
+    assert len(set(texts)) == 1
+    assert b'"default": null' in texts[0]
+
+
 @pytest.mark.parametrize(
     ("template", "record", "message"),
     [
@@ -371,6 +446,16 @@ def test_preferences_are_two_conversations():
             | {"completion": "b"},
             "the content of turn 1 is of type list: make text of it",
         ),
+        ("chatml", {"messages": "[{'role': 'user'}]"}, "'messages' that begins as messages and is"),
+        ("chatml", {"messages": '[{"content": "a"}]'}, "'messages' that begins as messages and is"),
+        (
+            "chatml",
+            {"prompt": "a", "completion": '[{"role": "assi'},
+            "begins as messages and is no",
+        ),
+        ("chatml", {"messages": ["a"]}, "'messages' that is neither a string nor messages"),
+        ("chatml", {"messages": MESSAGES, "tools": "search"}, "'tools' that are neither a list of"),
+        ("chatml", {"messages": MESSAGES, "documents": ["a"]}, "'documents' that are neither a l"),
         ("{{ messages[9].role.x }}", {"prompt": "a", "completion": "b"}, "chat template fails"),
         ("{{ ().__class__.__base__ }}", {"prompt": "a", "completion": "b"}, "fails .*unsafe"),
         ("{{ raise_exception('no!') }}", {"prompt": "a", "completion": "b"}, r"fails \(no!\)"),
