@@ -277,9 +277,11 @@ def tokenizer_name(config: Config) -> str:
     if config.tokenizer is not None:
         return config.tokenizer
     if begun := config.source or config.teacher:
+        # A run to resume goes on with its own copy, and the end of a document that it began with.
+        copy = kept_file(config.run, TOKENIZER_FILE)
         path = as_path(begun.path) / TOKENIZER_FILE
-        if exists(path):
-            return str(path)
+        if copy or exists(path):
+            return str(copy or path)
         if begun.is_run:
             return "bytes"
     if data.tokenizer_of_stores(data.parse_data(config.data)) is not None:

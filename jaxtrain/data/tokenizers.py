@@ -19,11 +19,18 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import extras
-from jaxtrain.host.paths import as_path, is_file, is_folder
+from jaxtrain.host.paths import as_path, is_file, is_folder, json_object, read_if_there
 
 EOD = "<|endoftext|>"
 # The tokens that end a document in the files of GPT-2 and Qwen, Llama 3 and 2, Gemma, and BERT.
 _ENDS = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# The files that name the end of a text, and their fields, in the order of transformers; of a model
+# without such an end, as BERT, what stands behind each text.
+_END_IN = (
+    *(("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id")),
+    *(("tokenizer_config.json", "eos_token"), ("special_tokens_map.json", "eos_token")),
+    *(("tokenizer_config.json", "sep_token"), ("special_tokens_map.json", "sep_token")),
+)
 KINDS = ("bpe", "unigram", "wordpiece")
 # Texts that tokenizers lose: white space and case; composed by NFC, replaced by NFC too, and taken
 # apart by NFKC; letters, ideographs and emoji that many vocabularies have not; what SentencePiece
@@ -240,14 +247,15 @@ class SubwordTokenizer(_BytePieces):
         Args:
           path: the file, as Hugging Face `tokenizers` writes it, or its folder; local, or in a
             bucket.
-          eod: the token that ends a document; left out, the first of GPT-2's, Llama's, Gemma's and
-            BERT's that it has.
+          eod: the token that ends a document; left out, the one that a run's record or a model's
+            files beside it name, in the order of transformers (of several, one of GPT-2's, Llama's,
+            Gemma's and BERT's, or else the first); or else the first of these that it has.
 
         Raises:
           FileNotFoundError: if there is no such file.
           ImportError: if `tokenizers` is not installed.
           ValueError: if the file is of another model, is byte-level and changes text, or has no
-            `eod`.
+            `eod`, and nothing names another.
         """
         library = _library()
         if is_folder(as_path(path)):
@@ -264,8 +272,7 @@ class SubwordTokenizer(_BytePieces):
                 f"'{path}' holds a {kind} tokenizer that is not byte-level; use BPE, Unigram or "
                 "WordPiece (as of GPT-2, Llama, Qwen, Gemma, T5 or BERT)"
             )
-        own = tokenizer.get_vocab(with_added_tokens=True)
-        eod = eod or next((end for end in _ENDS if end in own), EOD)
+        eod = eod or _end_of(tokenizer, as_path(path))
         if tokenizer.token_to_id(eod) is None:
             special = [each.content for each in tokenizer.get_added_tokens_decoder().values()]
             raise ValueError(f"'{path}' has no token '{eod}'; pass eod=... one of {special}")
@@ -472,6 +479,38 @@ class SubwordTokenizer(_BytePieces):
                 f"{found}use a tokenizer that keeps text as it is (add_prefix_space=false, no "
                 "normalizer)"
             )
+
+
+def _end_of(tokenizer: Any, path: epath.Path) -> str:
+    """Returns the token that ends a document: named by a file beside a tokenizer.json, or known."""
+    names = {name for name, _ in _END_IN}
+    files = {name: json_object(read_if_there(path.parent / name)) for name in names}
+    added = tokenizer.get_added_tokens_decoder()
+
+    def named(value: Any) -> list[str]:
+        """The tokens of a field. An id must be of an added token: a wrong one may be of a word."""
+        tokens = value if isinstance(value, list) else [value]
+        tokens = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+        tokens = [added[x].content if type(x) is int and x in added else x for x in tokens]
+        return [x for x in tokens if isinstance(x, str) and tokenizer.token_to_id(x) is not None]
+
+    # A run goes on with the end that it began with, which its fingerprint has.
+    record = files["config.json"].get("provenance")
+    vocabulary = record.get("vocabulary") if isinstance(record, dict) else None
+    begun = re.fullmatch(r"\w+-(\d{1,9})-[0-9a-f]+", str(vocabulary))
+    if begun and (end := tokenizer.id_to_token(int(begun[1]))):
+        return end
+    fields = (named(files[name].get(field)) for name, field in _END_IN)
+    ends = next(filter(None, fields), [])
+    listed = [end for end in _ENDS if tokenizer.token_to_id(end) is not None]
+    common = [end for end in listed if end in ends]
+    if not (choices := common or ends or listed):
+        raise ValueError(
+            f"'{path}' has no known token that ends a document, and no file beside it names one: "
+            'write {"eos_token": "..."} into tokenizer_config.json, with one of '
+            f"{[token.content for token in added.values()]}"
+        )
+    return choices[0]
 
 
 def trained_kind(name: str) -> tuple[str, int] | None:

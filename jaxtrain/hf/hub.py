@@ -19,6 +19,7 @@ FILES = (
     *("config.json", "model.safetensors", "model-?????-of-?????.safetensors"),
     *("model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"),
     *("preprocessor_config.json", "chat_template.jinja", "generation_config.json"),
+    "special_tokens_map.json",
 )
 
 

@@ -213,6 +213,51 @@ def test_failing_documents_are_not_swallowed():
         SubwordTokenizer.train(documents(), 300)
 
 
+ENDS = ["<|im_end|>", "<|endoftext|>", "</s>", "<end>", "[SEP]"]
+
+
+@pytest.mark.parametrize(
+    ("files", "end"),
+    [
+        ({}, "<|endoftext|>"),
+        ({"tokenizer_config": {"eos_token": "<|im_end|>", "pad_token": ENDS[1]}}, "<|im_end|>"),
+        ({"tokenizer_config": {"eos_token": {"content": "<end>"}}}, "<end>"),
+        ({"special_tokens_map": {"eos_token": "<end>"}}, "<end>"),
+        ({"tokenizer_config": {"eos_token": None, "sep_token": "[SEP]"}}, "[SEP]"),
+        ({"config": {"eos_token_id": 3}, "tokenizer_config": {"eos_token": "</s>"}}, "<end>"),
+        ({"generation_config": {"eos_token_id": [2]}, "config": {"eos_token_id": 3}}, "</s>"),
+        # A turn ends in one, and a document in the other, as Qwen's and Llama's files have it.
+        ({"generation_config": {"eos_token_id": [0, 1]}}, "<|endoftext|>"),
+        ({"generation_config": {"eos_token_id": [3, 0]}}, "<end>"),
+        # The default of a config's class, which is a letter of this tokenizer, and a wrong file.
+        ({"config": {"eos_token_id": 7}}, "<|endoftext|>"),
+        ({"config": {"eos_token_id": "none"}, "tokenizer_config": []}, "<|endoftext|>"),
+        ({"config": {"provenance": {"vocabulary": "bpe-4-0a"}, "eos_token_id": 0}}, "[SEP]"),
+    ],
+)
+def test_the_end_is_the_token_that_the_folder_names(files, end, tmp_path):
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: id for id, token in enumerate([*ENDS, *letters])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(ENDS)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert SubwordTokenizer.load(tmp_path).eod == ENDS.index(end)
+
+
+def test_a_folder_that_names_no_end_is_one_sentence(tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"<end>": 0}, []))
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(
+        ValueError, match=r"write \{.eos_token.*tokenizer_config.json, with .*<end>"
+    ):
+        SubwordTokenizer.load(tmp_path)
+
+
 def test_bpe_load_refusals(bpe, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.json' does not exist"):
         SubwordTokenizer.load(tmp_path / "none.json")
