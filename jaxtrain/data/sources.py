@@ -77,6 +77,7 @@ class Files:
       side: which side of the split of a single text, or by rows, "train" or "held_out"; None for
         all of the files.
       held_out: the share that is held out of the text or of the rows.
+      moved: the row that is on the other side than its hash says; see `row_to_move`.
       span: the part of a single file; None for the whole.
       chat: renders rows that are conversations; None takes the text of `field`.
     """
@@ -88,6 +89,7 @@ class Files:
     held_out: float = 0.0
     span: Span | None = None
     chat: ChatTemplate | None = None
+    moved: str | None = None
 
     def __iter__(self) -> Iterator[Document]:
         root = as_path(self.root)
@@ -100,8 +102,8 @@ class Files:
         """Returns a hash of everything that the documents depend on: names, sizes, times."""
         root = os.path.abspath(self.root) if "://" not in self.root else self.root
         found = [(name, *_size_and_time(f"{self.root}/{name}")) for name in self.names]
-        chat = () if self.chat is None else (self.chat,)
-        text = repr((root, self.field, self.side, self.held_out, self.span, found, *chat))
+        options = [option for option in (self.chat, self.moved) if option is not None]
+        text = repr((root, self.field, self.side, self.held_out, self.span, found, *options))
         return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
     def num_bytes(self) -> int:
@@ -155,7 +157,10 @@ class Files:
         if self.side is None:
             yield document
         elif self.names[0].lower().endswith(ROW_SUFFIXES):
-            if (hash_fraction(document.name) < self.held_out) == (self.side == "held_out"):
+            is_held_out = (hash_fraction(document.name) < self.held_out) != (
+                document.name == self.moved
+            )
+            if is_held_out == (self.side == "held_out"):
                 yield document
         else:
             cut = _cut(document.text, self.held_out)
@@ -199,6 +204,24 @@ def hash_fraction(name: str) -> float:
     digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
     # 53 bits are all a float holds; taking 64 could round up to exactly 1.
     return (int.from_bytes(digest[:8], "big") >> 11) / 2**53
+
+
+def row_to_move(names: Iterable[str], held_out: float) -> str | None:
+    """Returns the row of lowest hash where none is below ``held_out``, the one of highest where all
+    are, so that no side is without a row; None where both sides have one. Few are read to know.
+
+    >>> row_to_move(["a.jsonl:1", "a.jsonl:2"], 0.05)
+    'a.jsonl:2'
+    """
+    ranks, sides = {}, set()
+    for name in names if held_out else ():
+        ranks[name] = rank = hash_fraction(name)
+        sides.add(rank < held_out)
+        if len(sides) == 2:
+            return None
+    if len(ranks) < 2:
+        return None
+    return max(ranks, key=ranks.get) if True in sides else min(ranks, key=ranks.get)
 
 
 def python_stdlib(*, held_out: float = HELD_OUT) -> Split:
@@ -260,8 +283,9 @@ def text_folder(
     With several files, a file is held out when `hash_fraction` of its relative path is below
     `held_out`; should that leave one side without any, the file with the lowest (or highest) hash
     of those that are not empty goes there. Where all are files of rows, and so few that one file
-    would be more than the share, the hash is of the path and the row. A single text file is cut in
-    two at a line end: its last part is held out.
+    would be more than the share, the hash is of the path and the row; should that leave one side
+    without any row, the one with the lowest (or highest) hash goes there. A single text file is cut
+    in two at a line end: its last part is held out.
 
     Args:
       path: a folder, searched to any depth, or one file; local, or in a bucket (``gs://...``).
@@ -319,7 +343,7 @@ def read_rows(
 
     In a folder, files that are called validation, valid, val, dev or test are held out, and shards
     of these, such as test-00000-of-00002.parquet; without one, rows are, by a hash of their file
-    and number. None where `path` has files of another kind.
+    and number, and one where that chooses none. None where `path` has files of another kind.
 
     Raises:
       ValueError: a row lacks one of `fields`, a side is empty, or a file is damaged.
@@ -330,11 +354,14 @@ def read_rows(
     if not files or not all(file.name.lower().endswith(TABLE_SUFFIXES) for file in files):
         return None
     kept = [file for file in files if len(files) > 1 and HELD_OUT_FILE.match(file.name)]
-    sides = [], []
+    sides, rows = ([], []), {}
     for file in files:
         for number, row in enumerate(rows_in(file, fields), 1):
-            draw = hash_fraction(f"{file.name}:{number}") < held_out
-            sides[file in kept if kept else draw].append(row)
+            rows[f"{file.name}:{number}"] = file in kept, row
+    moved = row_to_move(rows, held_out)
+    for name, (is_kept, row) in rows.items():
+        draw = (hash_fraction(name) < held_out) != (name == moved)
+        sides[is_kept if kept else draw].append(row)
     if not all(sides):
         raise ValueError(
             f"'{path}' has {len(sides[0])} rows to train on and {len(sides[1])} held out: give "
@@ -480,7 +507,8 @@ def _split(
 
     rows = all(name.lower().endswith(ROW_SUFFIXES) for name in names)
     if field is not None and (len(names) == 1 or (rows and 0 < len(names) * held_out < 1)):
-        one = Files(str(root), tuple(names), field, "train", held_out, chat=chat)
+        moved = row_to_move(_row_names(root, names), held_out) if rows else None
+        one = Files(str(root), tuple(names), field, "train", held_out, chat=chat, moved=moved)
         return Split(documents(one), documents(dataclasses.replace(one, side="held_out")))
     held = {name for name in names if hash_fraction(name) < held_out}
     if held_out and not held:
@@ -491,6 +519,13 @@ def _split(
     kept = tuple(name for name in names if name in held)
     sides = (documents(Files(str(root), side, field, chat=chat)) for side in (train, kept))
     return Split(*sides)
+
+
+def _row_names(root: Path, names: list[str]) -> Iterator[str]:
+    for name in names:
+        path = root / name
+        read = functools.partial(_records, path, lambda schema: schema.names[:1], None)
+        yield from (f"{name}:{number}" for number, *_ in storage.iterating(read, f"'{path}'"))
 
 
 def _not_empty(root: Path, names: list[str]) -> list[str]:

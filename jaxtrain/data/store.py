@@ -142,9 +142,10 @@ class Store:
         picked = (picked[:, None] * each + np.arange(each)).ravel()
         parts = [corpus.document(index) for index in picked.tolist()]
         if not parts:
+            text = self.manifest["source"].get("data", self.path)
             raise ValueError(
-                f"the token store '{self.path}' holds out no document to measure on: make one by "
-                "jaxtrain tokenize with a larger --held-out"
+                f"'{text}' holds out no document to measure on: give more documents, or make a "
+                "token store of it by jaxtrain tokenize with a larger --held-out"
             )
         lengths = [len(part) for part in parts]
         counts = None

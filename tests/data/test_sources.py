@@ -141,6 +141,24 @@ def test_the_only_file_of_a_side_is_not_empty(tmp_path, held_out):
     assert [len(d.text) for d in alone] == [1]
 
 
+@settings(max_examples=25)
+@given(count=st.integers(2, 30), held_out=st.floats(0.001, 0.999), name=st.sampled_from("abcd"))
+def test_small_files_of_rows_have_both_sides(tmp_path_factory, count, held_out, name):
+    path = tmp_path_factory.mktemp("rows") / f"{name}.jsonl"
+    path.write_text("\n".join(json.dumps({"text": str(i), "label": i}) for i in range(count)))
+    ranks = {f"{path.name}:{i + 1}": hash_fraction(f"{path.name}:{i + 1}") for i in range(count)}
+    below = {row for row in ranks if ranks[row] < held_out}
+    wanted = below or {min(ranks, key=ranks.get)}
+    wanted -= set() if len(wanted) < count else {max(ranks, key=ranks.get)}
+    split = text_folder(path, held_out=held_out)
+    assert {document.name for document in split.held_out} == wanted
+    assert {document.name for document in split.train} == ranks.keys() - wanted
+    assert {d.name for part in split.held_out.files.cut(40) for d in part} == wanted
+    train, rows = read_rows(path, ["text"], held_out=held_out)
+    assert {f"{path.name}:{row['label'] + 1}" for row in rows} == wanted
+    assert len(train) == count - len(wanted)
+
+
 def test_nothing_held_out_on_request(tmp_path):
     write(tmp_path, {"a.txt": b"a\n", "b.txt": b"b\n"})
     split = text_folder(tmp_path, held_out=0)
