@@ -328,6 +328,11 @@ def text_folder(
     else:
         names = find_files(root, wanted)
     if not names:
+        if is_folder(root) and find_files(root, (".tokens",)):
+            raise FileNotFoundError(
+                f"'{path}' is an unfinished token store, without its manifest.json: copy the whole "
+                "store, or run its jaxtrain tokenize again"
+            )
         raise FileNotFoundError(
             f"'{path}' holds no file ending in {', '.join(wanted)}: convert others to JSON lines"
         )

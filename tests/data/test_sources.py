@@ -17,6 +17,7 @@ from etils import epath
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain import data
 from jaxtrain.data import Document, hash_fraction, python_stdlib, sources, text_folder
 from jaxtrain.data.sources import read_rows, rows_in
 from jaxtrain.host import storage
@@ -157,6 +158,16 @@ def test_small_files_of_rows_have_both_sides(tmp_path_factory, count, held_out, 
     train, rows = read_rows(path, ["text"], held_out=held_out)
     assert {f"{path.name}:{row['label'] + 1}" for row in rows} == wanted
     assert len(train) == count - len(wanted)
+
+
+def test_a_store_without_its_manifest_is_named(tmp_path):
+    split = text_folder(write(tmp_path / "texts", {"a.txt": b"a\nb\n"}))
+    data.write_store(split, data.ByteTokenizer(), tmp_path / "s")
+    (tmp_path / "s" / "manifest.json").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"s' is an unfinished token store, without its man"
+    ):
+        text_folder(tmp_path / "s")
 
 
 def test_nothing_held_out_on_request(tmp_path):
