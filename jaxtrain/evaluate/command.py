@@ -111,7 +111,7 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": "jaxtrain " + shlex.join(sys.argv[1:]),
             "version": jaxtrain.__version__,
-        }
+        } | ({} if opened.step is None else {"step": opened.step})
         with as_path(path).open("a") as file:
             file.write(json.dumps(about | results) + "\n")
         print(f"added to {path}")

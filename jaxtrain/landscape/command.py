@@ -256,7 +256,7 @@ def find_between(view: View, options: LandscapeOptions) -> dict[str, Any]:
 
 def find_sharpness(view: View, options: LandscapeOptions) -> dict[str, Any]:
     """Finds the largest eigenvalue of the Hessian at one checkpoint, or at all."""
-    steps = reader_of(options.run).steps() if options.step is None else [options.step]
+    steps = sound_steps(options.run) if options.step is None else [options.step]
     limits = {"iterations": options.iterations, "tolerance": options.tolerance}
     found, product = [], None
     for step in steps or [step_of(options.run, None)]:
@@ -343,10 +343,17 @@ def reader_of(run: str) -> Reader:
     return Reader(as_path(run) / CHECKPOINTS)
 
 
+def sound_steps(run: str) -> list[int]:
+    """Returns the steps of a run's checkpoints; raises DamagedCheckpointError if one is damaged."""
+    checkpoints = reader_of(run)
+    checkpoints.check_sound()
+    return checkpoints.steps()
+
+
 def step_of(run: str, step: int | None) -> int:
-    """Returns the checkpoint that is meant, the newest for None. Raises FileNotFoundError where the
-    run lacks it."""
-    steps = reader_of(run).steps()
+    """Returns the checkpoint that is meant, the newest for None. Raises FileNotFoundError if the
+    run lacks it, and for None as :func:`sound_steps` does."""
+    steps = sound_steps(run) if step is None else reader_of(run).steps()
     if not steps or (step is not None and step not in steps):
         has = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
         raise FileNotFoundError(

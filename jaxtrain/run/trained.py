@@ -55,10 +55,11 @@ def load(
 ) -> tuple[Model, dict, data.Tokenizer | None]:
     """Reads a run's model, parameters and tokenizer, which a model of images has not. What LoRA has
     added is merged, packed kernels are made dense, and the model state of a ConvNet is among its
-    parameters. Raises FileNotFoundError where there is no checkpoint, and ValueError where a
-    parameter does not fit the mesh.
+    parameters. Raises FileNotFoundError where there is no checkpoint, ValueError where a
+    parameter does not fit the mesh, and DamagedCheckpointError for damage.
 
     Args:
+      step: the checkpoint; None for :func:`default_step`.
       mesh: what the parameters are placed on, by the rules of their model; None for one device.
       member: of a population, which; None for the best in the evaluation of the checkpoint.
     """
@@ -106,12 +107,29 @@ def additions(
         return model, _read(checkpoints, named_nodes(LowRank | Dora, found), *at)
 
 
+def default_step(run: str) -> int:
+    """Returns the step of a run's best checkpoint, or of the newest if no evaluation ranks them.
+
+    Raises:
+      DamagedCheckpointError: one is damaged, because it might be the one to return.
+      FileNotFoundError: there is none.
+    """
+    with open_checkpoints(run) as checkpoints:
+        return _default_step(checkpoints)
+
+
+def _default_step(checkpoints: Checkpointer) -> int:
+    checkpoints.check_sound()
+    best = checkpoints.best_step()
+    return checkpoints.latest_step() if best is None else best
+
+
 def _chosen(
     checkpoints: Checkpointer, step: int | None, member: int | None
 ) -> tuple[Mapping[str, Any], tuple[int, int | None]]:
-    """The config of a checkpoint, which is the best one where ``step`` is None, and its step with,
-    of a population, the number of a member, as whose training alone the config then is."""
-    step = checkpoints.best_step() if step is None else step
+    """The config of a checkpoint, which is the best one if ``step`` is None, and its step with
+    the number of a member of a population, as whose training alone the config then is."""
+    step = _default_step(checkpoints) if step is None else step
     stored = dict(checkpoints.config(step))
     if (population := stored.pop("population", None)) is None:
         if member is not None:

@@ -36,11 +36,13 @@ def check_run(run_dir: epath.PathLike) -> tuple[list[str], list[str]]:
 
     Raises:
       FileNotFoundError: the folder has no receipts.
+      DamagedCheckpointError: a checkpoint is damaged.
     """
     lines, faults = _chain(run_dir)
     if faults:
         return [], faults
     checkpoints = Reader(as_path(run_dir) / CHECKPOINTS)
+    checkpoints.check_sound()
     told, kept = [receipts.describe(lines)], {0, *checkpoints.steps()}
     for each in receipts.segments(lines):
         first, last, wanted = each.first["step"], each.last["step"], each.last["leaves"]

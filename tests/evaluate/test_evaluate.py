@@ -1,5 +1,6 @@
 """Scores against whole logits in NumPy, and tasks against the harness's own Hugging Face model."""
 
+import dataclasses
 import json
 import math
 
@@ -18,6 +19,7 @@ from jaxtrain.hf.opening import Opened
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.ops.rotary import DynamicScaling
+from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.server import make_app
@@ -163,6 +165,22 @@ def test_the_bits_of_a_text_are_those_of_its_documents(tmp_path):
     assert found["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-6)
     with pytest.raises(ValueError, match="`stride` is 49"):
         perplexity(str(path), model, scorer, stride=49)
+
+
+def test_results_of_a_run_name_the_checkpoint_that_gave_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_decoder", lambda *arguments: {})
+    shapes = jax.eval_shape(lambda: decoder.init(MODEL, jax.random.key(0)))
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpoints:
+        for step, loss in ((1, 2.0), (2, 3.0)):
+            config = {"model": dataclasses.asdict(MODEL), "tokenizer": "bytes"}
+            metrics = {"eval/loss": loss}
+            checkpoints.save(step, {"params": params}, metrics=metrics, config=config)
+    for step in (None, 2):
+        options = command.EvaluateOptions(str(tmp_path / "run"), step=step, data=("a.txt",))
+        command.run_evaluate(options, [])
+    lines = (tmp_path / "run" / command.RESULTS).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]  # the best, and the one named
 
 
 def test_a_text_that_is_written_ends_before_what_a_task_names():

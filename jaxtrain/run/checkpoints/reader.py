@@ -76,6 +76,20 @@ class Reader:
         self.wait()
         return sorted(self._scores())
 
+    def check_sound(self) -> None:
+        """Refuses checkpoints that :meth:`latest_step` and :meth:`best_step` would pass over.
+
+        Raises:
+          DamagedCheckpointError: a manifest cannot be read, or the newest step lacks files.
+        """
+        if damages := self._folders.damages():
+            step, fault = max(damages.items())
+            sound = ", ".join(map(str, self.steps())) or "none"
+            raise DamagedCheckpointError(
+                f"{fault}; to use a sound checkpoint ({sound}), name its step, or move "
+                f"{self.directory / str(step)} out of the folder"
+            )
+
     def latest_step(self) -> int | None:
         """Returns the last step saved, or None."""
         return max(self.steps(), default=None)
@@ -166,7 +180,11 @@ class Reader:
           step: as there.
           base: as there, for the parameters alone.
         """
+        damages = self._folders.damages() if step is None else {}
         step = self._resolve(step)
+        for damaged, fault in damages.items():
+            if damaged > step:
+                logger.warning("%s; reading the parameters of checkpoint %d", fault, step)
         saved = self._folders.json(step, "manifest")["leaves"]
         params = {path.removeprefix("params/") for path in saved if path.startswith("params/")}
         owners = {path: owner_of(path, params) for path in saved}

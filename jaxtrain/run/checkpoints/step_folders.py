@@ -4,7 +4,6 @@ The first process alone lists and reads here, and the others are told: a listing
 one host, or a file that it cannot read, cannot make processes choose different checkpoints.
 """
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -42,16 +41,40 @@ class StepFolders:
 
     def whole(self, *, seconds: float | None = None) -> dict[int, dict[str, float]]:
         """Returns the metrics of each step that has all its items and a sound manifest."""
+        survey = self._survey(seconds)
+        return {step: metrics for step, metrics, _ in survey if metrics is not None}
 
-        def read() -> list[tuple[int, dict[str, float]]]:
-            whole = []
+    def damages(self) -> dict[int, str]:
+        """Returns the fault of each damaged step that :meth:`whole` leaves out.
+
+        A step that lacks files counts only if it is later than every whole one, because an earlier
+        one may be on its way to be deleted.
+        """
+        survey = self._survey()
+        newest = max((step for step, metrics, _ in survey if metrics is not None), default=-1)
+        return {
+            step: fault or str(self.damage(step, "files of it are missing"))
+            for step, metrics, fault in survey
+            if metrics is None and (fault or step > newest)
+        }
+
+    def _survey(
+        self, seconds: float | None = None
+    ) -> list[tuple[int, dict[str, float] | None, str]]:
+        """Each step with its metrics, or None and the fault of its manifest ("": it lacks files)"""
+
+        def read() -> list[tuple[int, dict[str, float] | None, str]]:
+            survey = []
             for step, path in sorted(self._paths().items()):
-                if _is_complete(path):
-                    with contextlib.suppress(DamagedCheckpointError):
-                        whole.append((step, self._metrics(step)))
-            return whole
+                metrics, fault = None, ""
+                try:
+                    metrics = self._metrics(step) if _is_complete(path) else None
+                except DamagedCheckpointError as damage:
+                    fault = str(damage) if _is_complete(path) else ""  # it is being deleted
+                survey.append((step, metrics, fault))
+            return survey
 
-        return dict(self._from_first(read, f"the manifests in {self.directory}", seconds))
+        return self._from_first(read, f"the manifests in {self.directory}", seconds)
 
     def json(self, step: int, item: str) -> dict[str, Any]:
         """Returns what an item of JSON holds. Raises DamagedCheckpointError where it is missing, or

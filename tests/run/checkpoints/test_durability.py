@@ -20,6 +20,8 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
+from jaxtrain.landscape import command as landscape
+from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import (
     Checkpointer,
     SaveError,
@@ -388,3 +390,31 @@ def test_a_lost_folder_is_made_again_and_a_file_in_its_place_refused(tmp_path):
         checkpoints.save(3, state)
     with contextlib.suppress(OSError):
         checkpoints.close()
+
+
+@pytest.mark.parametrize("damage", ["byte", "junk", "lost", "part"])
+def test_who_reads_a_run_without_a_step_is_told_of_a_damaged_manifest(saved, damage, caplog):
+    checkpoints, run = saved.rename(saved.with_name("checkpoints")), saved.parent
+    assert trained.default_step(run) == 1  # the best
+    manifest = checkpoints / "3" / "manifest" / "metadata"
+    if damage == "byte":
+        text = manifest.read_bytes()
+        flip(manifest, 8 * (text.index(b'"checksum": ') + 12))
+    elif damage == "junk":
+        manifest.write_text("{")
+    else:
+        manifest.unlink() if damage == "lost" else shutil.rmtree(checkpoints / "3" / "state")
+    place = rf"checkpoint 3 in {checkpoints} is damaged: .*\(1, 2\).*{checkpoints / '3'} out"
+    for read in (trained.default_step, trained.load, trained.unmerged, landscape.sound_steps):
+        with pytest.raises(DamagedCheckpointError, match=place):
+            read(run)
+    reader = Checkpointer(checkpoints)
+    assert reader.config(2) == {"step": 2}  # a step was asked for
+    with caplog.at_level(logging.WARNING, "jaxtrain"):
+        w = reader.restore_params({"w": make_state(0)["params"]["w"]})["w"]
+    np.testing.assert_array_equal(w, make_state(2)["params"]["w"])
+    assert "checkpoint 3" in caplog.text
+    # An earlier one that lacks files may be on its way to be deleted.
+    shutil.rmtree(checkpoints / "3")
+    (checkpoints / "1" / "manifest" / "metadata").unlink()
+    assert trained.default_step(run) == 2
