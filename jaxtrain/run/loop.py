@@ -332,22 +332,28 @@ def _fit(
         saving, early = Saving(run, checkpoints, receipts), EarlyStopping(run)
         snapshots = [stack.enter_context(Snapshots(run, start))] if options.memory_every else []
         evaluation, end = Evaluation(run, experiment, [saving, early, *hooks]), None
+        if resume:
+            is_there = start in checkpoints.steps()
+            evaluation.recall(start, ranked=not is_there or bool(checkpoints.metrics(start)))
         if start < run.steps:
+            if receipts is not None:
+                receipts.begin(start, state)
             early.recall(start)
             # What was read two calls ago may have been the reason of an end that never came.
             awaited = start + 1 - 2 * run.steps_per_call
             run.alerts.recall(start, acts_from=math.inf if go_on else awaited)
-            if (options.eval_first and start == 0) or early.awaits(start):
+            if evaluation.awaits(start):
                 evaluation.on_step(start, state)
+                if start == evaluation.latest[0] > 0:
+                    saving.save(start, state)
             end = None if go_on else early.ending(start)  # It was killed before it could say so.
-            if early.awaits(start):  # A signal came in that evaluation: it is for the next attempt.
+            if evaluation.awaits(start):  # A signal came again: it is for the next attempt.
                 end = Ending(PREEMPTED, start)
         if start < run.steps and end is None:
             lies = build.stream_shardings(experiment, mesh)
             batches = stack.enter_context(experiment.train_batches(start, lies))
             built_in = [evaluation, saving, *snapshots]
             if receipts is not None:
-                receipts.begin(start, state)
                 batches, built_in = receipts.watched(batches), [receipts, *built_in]
             state, end = _train(run, train, state, batches, built_in, hooks, early)
         means = _finish(run, state, end, evaluation, saving)

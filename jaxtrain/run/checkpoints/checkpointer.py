@@ -203,6 +203,24 @@ class Checkpointer(Reader, contextlib.AbstractContextManager):
         self._whole = {*scores, step}
         return True
 
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keeps metrics with a checkpoint that was saved without any, so that they rank it.
+
+        Args:
+          step: of a checkpoint that is on disk.
+          metrics: as for :meth:`save`.
+
+        Raises:
+          SaveError: its manifest could not be replaced; the checkpoint is as it was.
+        """
+        content = self._folders.json(step, "manifest")
+        if content["metrics"] or not metrics:
+            return
+        content["metrics"] = {key: manifests.encode(float(x)) for key, x in metrics.items()}
+        with self._failing_as_one(f"the evaluation of checkpoint {step}"):
+            if jax.process_index() == 0:
+                self._folders.replace_manifest(step, content)
+
     def drop_after(self, step: int) -> None:
         """Deletes every checkpoint later than ``step``, so that training may go on from there."""
         later = [other for other in self.steps() if other > step]

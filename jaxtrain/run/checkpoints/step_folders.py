@@ -12,7 +12,15 @@ from etils import epath
 
 from jaxtrain.host import storage
 from jaxtrain.host.distributed import from_first_process
-from jaxtrain.host.paths import exists, is_folder, is_remote, listed, look, wait_until_seen
+from jaxtrain.host.paths import (
+    exists,
+    is_folder,
+    is_remote,
+    listed,
+    look,
+    wait_until_seen,
+    write_whole,
+)
 from jaxtrain.run.checkpoints import manifest as manifests
 from jaxtrain.run.checkpoints.leaves import ocp
 from jaxtrain.run.checkpoints.manifest import DamagedCheckpointError
@@ -91,6 +99,11 @@ class StepFolders:
         if damage is not None:
             raise DamagedCheckpointError(damage)
         return content
+
+    def replace_manifest(self, step: int, content: dict[str, Any]) -> None:
+        """Writes a step's manifest anew, whole or not at all; for the first process alone."""
+        path = self.directory / str(step) / "manifest" / _JSON_FILE
+        write_whole(path, json.dumps(manifests.seal(content)))
 
     def set_aside(self, step: int) -> None:
         """Renames a folder without a sound checkpoint to ``damaged-9``; deletes it where it holds

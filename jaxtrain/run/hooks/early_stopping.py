@@ -39,10 +39,6 @@ class EarlyStopping(Hook):
             if step <= start:
                 self._count(int(step), value)
 
-    def awaits(self, start: int) -> bool:
-        """Whether the evaluation of the step that a run goes on from is missing: a signal came."""
-        return bool(self.patience and start) and self._counts(start) and self.latest != start
-
     def on_evaluation(self, step: int, means: Mapping[str, Value]) -> None:
         """Counts the evaluation."""
         if self.patience:

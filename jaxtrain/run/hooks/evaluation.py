@@ -19,9 +19,12 @@ from jaxtrain.build import (
 )
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment
+from jaxtrain.host import distributed, storage
+from jaxtrain.host.paths import json_object, read_if_there
 from jaxtrain.optim import averaged, reports
 from jaxtrain.planning.estimate import trace_step
 from jaxtrain.run.context import Run
+from jaxtrain.run.folder import LOG
 from jaxtrain.run.hook import Hook, Value, as_value
 from jaxtrain.state import TrainState
 from jaxtrain.tree import PyTree
@@ -41,7 +44,35 @@ class Evaluation(Hook):
     def __init__(self, run: Run, experiment: Experiment, hooks: Sequence[Hook]):
         self.run, self.experiment, self.hooks = run, experiment, hooks
         self.latest: tuple[int, dict[str, Value]] = (-1, {})
+        self._logged = self._ranked = -1  # steps
         self._steps: dict[Any, CompiledStep] = {}
+
+    def recall(self, step: int, *, ranked: bool) -> None:
+        """Looks for the evaluation of the step that a run goes on from; all processes call it.
+
+        The log keeps its line, and gets no second one.
+
+        Args:
+          step: the step.
+          ranked: whether the checkpoint of that step has the numbers of its evaluation.
+        """
+        path = self.run.owner.path / LOG
+
+        def read() -> bool:
+            lines = read_if_there(path).decode(errors="replace").splitlines()
+            records = (json_object(line) for line in lines if '"eval/' in line)
+            return any(record.get("step") == step for record in records)
+
+        if distributed.from_first_process(lambda: storage.retrying(read, f"the log {path}")):
+            self._logged, self._ranked = step, step if ranked else -1
+
+    def awaits(self, step: int) -> bool:
+        """Returns true if a signal left out the evaluation of the step that a run begins with."""
+        every, first = self.run.options.eval_every, self.run.options.eval_first
+        is_due = (bool(every) and step % every == 0) if step else first
+        if not self.run.data.eval_sets or step in (self.latest[0], self._ranked):
+            return False
+        return is_due
 
     def on_step(self, step: int, state: TrainState) -> None:
         every = self.run.options.eval_every
@@ -68,12 +99,13 @@ class Evaluation(Hook):
                 means |= {f"{prefix}{name}": x for name, x in shown.items()}
         _check_best_metric(metadata.best_metric, {name: np.shape(x) for name, x in means.items()})
         self.latest = (step, means)
-        run.log.write(step, {f"eval/{name}": value for name, value in means.items()})
+        if step != self._logged:
+            run.log.write(step, {f"eval/{name}": value for name, value in means.items()})
         told = ", ".join(f"{name} {x:.4f}" for name, x in means.items() if not np.ndim(x))
         run.progress.note(f"step {step}: held-out {told}")
         told = jax.eval_shape(reports, state.opt_state)
         shows = [each for each in (metadata.show, metadata.pictures) if each is not None]
-        if shows and any("_histogram/" in name for name in told):
+        if shows and step != self._logged and any("_histogram/" in name for name in told):
             with run.journal.ledger.phase("evaluation"):
                 shown = natural(self.experiment, averaged(state))
                 for show in shows:

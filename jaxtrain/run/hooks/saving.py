@@ -210,13 +210,13 @@ class Saving(Hook):
         self.run.owner.check()
         evaluated, means = self.evaluated
         metrics = {f"eval/{name}": x for name, x in means.items() if not np.ndim(x)}
-        since = self.clock()
-        given = {"metrics": metrics if evaluated == step else None}
-        started = save(self.run, self.checkpoints, step, state, **given)
-        if started:
+        since, metrics = self.clock(), metrics if evaluated == step else None
+        if save(self.run, self.checkpoints, step, state, metrics=metrics):
             self.writing = (step, since)
             if self.receipts is not None:
                 self.receipts.saved(step, state)
+        elif metrics:  # A signal may have interrupted the evaluation of this checkpoint.
+            self.checkpoints.add_metrics(step, metrics)
 
     def _is_time(self, step: int) -> bool:
         """Whether the clock asks for a save; now and then sees how the one before has ended."""

@@ -1,6 +1,9 @@
 """Evaluation sets by name, and the evaluation before the first step."""
 
 import math
+import os
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -199,3 +202,41 @@ def test_what_cannot_be_evaluated_is_named(tmp_path):
     typo = make_experiment(2, best_metric="acuracy")
     with pytest.raises(ValueError, match="is 'acuracy', and an evaluation reports loss, "):
         jt.fit(typo, jt.RunOptions(run_dir=str(tmp_path / "typo"), eval_every=1))
+
+
+@pytest.mark.parametrize(
+    ("asked_at", "mode"),
+    [(2, "max")]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((6, "max"), (0, "min"))],
+)
+def test_an_evaluation_that_a_signal_interrupts_is_made_good_and_none_is_logged_twice(
+    tmp_path, asked_at, mode
+):
+    """--save-best comes to the checkpoints and the log of the run that nobody disturbed."""
+    calls = []
+
+    def interrupted(sharding):
+        calls.append(1)
+        if len(calls) == max(1, asked_at // 2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+        yield from held_out(1)(sharding)
+
+    def outcome(folder):
+        logged = [(x["step"], x["eval/loss"]) for x in lines(folder) if "eval/loss" in x]
+        with Checkpointer(folder / "checkpoints") as checkpoints:
+            steps = checkpoints.steps()
+            return logged, steps, [checkpoints.metrics(step) for step in steps]
+
+    options = {"eval_every": 2, "save_best": True, "keep": 1, "auto_resume": True}
+    options["eval_first"] = asked_at == 0
+    disturbed = jt.RunOptions(run_dir=str(tmp_path / "disturbed"), **options)
+    experiment = make_experiment(6, best_mode=mode)
+    with pytest.raises(jt.Preempted):
+        jt.fit(experiment.with_(eval_batches=interrupted), disturbed)
+    results = [jt.fit(experiment, disturbed) for _ in range(2)]
+    calm = jt.fit(experiment, jt.RunOptions(run_dir=str(tmp_path / "calm"), **options))
+    assert outcome(tmp_path / "disturbed") == outcome(tmp_path / "calm")
+    best = 2 if mode == "max" else 6  # the first of them, because the loss falls
+    assert {result.best.step for result in (*results, calm)} == {best}
+    assert {result.evaluation["loss"] for result in results} == {calm.evaluation["loss"]}
