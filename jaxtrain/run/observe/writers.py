@@ -127,6 +127,8 @@ class TensorBoardWriter(FileWriter):
 
     Args:
       resume_step: hide what an earlier run wrote after this step; None hides all of it.
+        TensorBoard's data server, its default, hides the points of a name only when that name is
+        written again. Rare names such as ``eval/loss`` show old points until then.
     """
 
     def __init__(
@@ -168,8 +170,11 @@ class TensorBoardWriter(FileWriter):
                 made = summary.text(name, textwrap.indent(value, "    "))
             elif isinstance(value, Histogram):
                 counts, end = value
-                edges = np.linspace(-end, end, len(counts) + 1)[1:]
-                made = summary.histogram_raw(name, -end, end, counts.sum(), 0, 0, edges, counts)
+                edges, bins = np.linspace(-end, end, len(counts) + 1), np.flatnonzero(counts)
+                # TensorBoard stretches the outer bins that are not empty to min and max.
+                low, high = edges[[bins[0], bins[-1] + 1]] if bins.size else (0.0, 0.0)
+                size, ends = counts.sum(), edges[1:]
+                made = summary.histogram_raw(name, low, high, size, 0, 0, ends, counts)
             else:
                 made = summary.image(name, value, dataformats="HWC")
             self._append(Event(step=step, summary=made))

@@ -21,7 +21,13 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 import jaxtrain as jt
 from jaxtrain.run.observe import writers
-from jaxtrain.run.observe.writers import Fanout, JSONLWriter, TensorBoardWriter, make_writers
+from jaxtrain.run.observe.writers import (
+    Fanout,
+    Histogram,
+    JSONLWriter,
+    TensorBoardWriter,
+    make_writers,
+)
 from tests import problems
 from tests.run.checkpoints.test_durability import small_disk
 from tests.run.storage_faults import Faults
@@ -97,6 +103,22 @@ def test_histograms_texts_and_pictures_are_what_tensorboard_reads(tmp_path):
     pixels = pytest.importorskip("PIL.Image").open(encoded)
     np.testing.assert_array_equal(np.asarray(pixels), picture)
     assert "histogram" not in (tmp_path / "log.jsonl").read_text()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_narrow_histogram_lies_where_its_values_are(tmp_path, sign):
+    values = sign * np.random.default_rng(0).uniform(0.9, 1.1, 1000)
+    end = np.abs(values).max()
+    counts, edges = np.histogram(values, 10, (-end, end))
+    writer = TensorBoardWriter(tmp_path)
+    writer.show(1, {"h": Histogram(counts, end), "none": Histogram(0 * counts, end)})
+    writer.close()
+    first, none = (event.summary.value[0].histo for event in list(read_events(tmp_path))[2:])
+    (bins,) = np.nonzero(counts)
+    assert (first.min, first.max) == (edges[bins[0]], edges[bins[-1] + 1])
+    assert first.min <= values.min() < values.max() <= first.max < first.min + 0.5
+    assert (first.bucket, first.bucket_limit) == (counts.tolist(), edges[1:].tolist())
+    assert (none.num, none.min, none.max) == (0, 0, 0)
 
 
 def test_lines_are_on_disk_when_write_returns(tmp_path):
