@@ -1,11 +1,13 @@
 """Traced programs: their equations, and the dtypes of their products."""
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # The scope of what a model computes in float32 on purpose, such as a sum over whole rows.
 WIDE = "float32_on_purpose"
@@ -59,6 +61,32 @@ def multiplies_8_bits(jaxpr: Any) -> bool:
     products = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "dot_general")
     dtypes = (eqn.invars[0].aval.dtype for eqn in products)
     return any(d.itemsize == 1 and jnp.issubdtype(d, jnp.floating) for d in dtypes)
+
+
+def digest(closed_jaxpr: Any) -> str:
+    """Hashes a traced program with its constants.
+
+    Equal programs of the same versions of JAX have equal digests; another version may trace the
+    same function to other equations. Constants above 1 MiB count by their shape alone.
+    """
+    # The text of a function in a parameter ends in its address.
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(closed_jaxpr))
+    digests = hashlib.sha256(text.encode())
+    for constant in _constants(closed_jaxpr):
+        digests.update(str(jax.typeof(constant)).encode())
+        if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+            constant = jax.random.key_data(constant)
+        digests.update(np.asarray(constant).tobytes() if constant.nbytes <= 1 << 20 else b"")
+    return digests.hexdigest()[:12]
+
+
+def _constants(closed_jaxpr: Any) -> Iterator[Any]:
+    """Yields the constants of a program and of its inner programs, because jit hides its own."""
+    yield from closed_jaxpr.consts
+    for eqn in equations(closed_jaxpr.jaxpr):
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                yield from getattr(inner, "consts", ())
 
 
 def _where(eqn: Any) -> str:

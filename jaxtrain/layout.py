@@ -32,6 +32,7 @@ class Effect(enum.Enum):
     CODE = "other code"
     VERSION = "a flag of another version"
     UNSAVED = "none was saved before"
+    UNCOMPARED = "not comparable between versions"
 
 
 @dataclasses.dataclass(frozen=True)

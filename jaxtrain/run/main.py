@@ -128,11 +128,6 @@ class Config:
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ValueError(f"`epochs` is {self.epochs}: give a number above 0")
 
-    def __getattribute__(self, name: str) -> Any:
-        if name == "optimizer":  # A module that reads its flags may make an optimizer of them.
-            object.__setattr__(self, "_optimizer_is_read", True)
-        return object.__getattribute__(self, name)
-
     def experiment(
         self,
         name: str,
@@ -153,9 +148,9 @@ class Config:
             those that have a default. ``config`` and ``may_change`` are added to what these flags
             say; any other comes in its place.
         """
-        made = given.get("optimizer")
-        if made and not callable(made) and not getattr(self, "_optimizer_is_read", False):
-            self._refuse_void_flags(name)
+        typed_flags = self.optimizer
+        # Only the module's own reads count as use, so read a copy here.
+        self = dataclasses.replace(self, optimizer=options.unmarked(typed_flags))
         if given.get("train_batches") is not no_batches:
             counted = self._counted(given.get("steps_per_epoch"))
             own = {"optimizer", "steps"} & given.keys()
@@ -173,7 +168,7 @@ class Config:
         self = dataclasses.replace(self, compress=compress)
         record = {"experiment": name, "module": module_name(type(self))}
         record |= {"flags": provenance.flags_of(self)} | given.pop("config", {})
-        if "optimizer" not in given:
+        if not (brings_optimizer := "optimizer" in given):
             sure = given.get("stages") is not None
 
             def optimizer_of(stack: Stack, **numbers: Any) -> Any:
@@ -218,20 +213,9 @@ class Config:
                 f"would stop the run: give a multiple of {self.local.every}"
             )
         made = Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
+        if brings_optimizer:  # A function of the stack has been called by now.
+            refuse_unused(typed_flags, type(self), name)
         return asynchronous(local_updates(made, self.local), self.workers)
-
-    def _refuse_void_flags(self, name: str) -> None:
-        """Raises ValueError for flags of an optimizer that the module has not read."""
-        field = next(f for f in dataclasses.fields(self) if f.name == "optimizer")
-        made = field.default_factory is not dataclasses.MISSING
-        left_out = dataclasses.asdict(field.default_factory() if made else field.default)
-        given = dataclasses.asdict(self.optimizer).items()
-        if typed := [flag for flag, value in given if value != left_out.get(flag)]:
-            flags = ", ".join(f"--optimizer.{flag.replace('_', '-')}" for flag in typed)
-            raise ValueError(
-                f"experiment {name!r} has an optimizer of its own, which {flags} cannot change: "
-                "leave that out"
-            )
 
     def filled(self, typed: Collection[str]) -> Self:
         """Returns the config with the flags that follow from others. ``typed`` are the names of
@@ -334,6 +318,20 @@ class Config:
         return batches, private_fields(self.private, **sizes)
 
 
+def refuse_unused(flags: Any, config_type: type, experiment: str) -> None:
+    """Raises ValueError for flags of the optimizer that are set and that nothing has read, for an
+    experiment whose module brings an optimizer of its own."""
+    field = next(f for f in dataclasses.fields(config_type) if f.name == "optimizer")
+    has_factory = field.default_factory is not dataclasses.MISSING
+    default = field.default_factory() if has_factory else field.default
+    if unused := options.unused(flags, default):
+        names = ", ".join(f"--optimizer.{name.replace('_', '-')}" for name in unused)
+        raise ValueError(
+            f"experiment {experiment!r} has an optimizer of its own, which {names} cannot change: "
+            "leave that out"
+        )
+
+
 def _check_outline(experiment: Experiment) -> None:
     if experiment.data.train_batches is not no_batches:
         raise ValueError(
@@ -424,6 +422,10 @@ def _read_flags(
     defaults = {} if default is None else {"default": default}
     refuse_aliases(config_type, arguments)
     config = tyro.cli(config_type, args=arguments, prog=program, **defaults)
+    if default is not None:
+        options.mark_recorded(
+            getattr(config, "optimizer", None), getattr(default, "optimizer", None)
+        )
     typed = {word.removeprefix("--").replace("-", "_") for word in typed}
     return config.filled(typed) if hasattr(config, "filled") else config
 

@@ -246,6 +246,46 @@ class _ChainOptions:
     watch_every updates. TensorBoard shows them, and at every evaluation samples (text that a GPT
     writes, a picture of confused classes); 0 makes none."""
 
+    def __getattribute__(self, name: str) -> Any:
+        """Marks a flag as used when it is read: see :func:`unused`."""
+        value = object.__getattribute__(self, name)
+        if not name.startswith("_"):
+            vars(self).setdefault("_read", set()).add(name)
+        return value
+
+    def __repr__(self) -> str:  # Printing a config uses no flag.
+        return f"OptimizerOptions({', '.join(f'{k}={v!r}' for k, v in _values(self).items())})"
+
+
+def _values(options: _ChainOptions) -> dict[str, Any]:
+    """Returns the flags by name, and marks none as used."""
+    return {field.name: vars(options)[field.name] for field in dataclasses.fields(options)}
+
+
+def unmarked(options: Any) -> Any:
+    """Returns a copy of the flags of an optimizer, whose reads do not mark the original."""
+    return type(options)(**_values(options)) if isinstance(options, _ChainOptions) else options
+
+
+def mark_recorded(options: Any, recorded: Any) -> None:
+    """Marks flags that a run's record has too as used: older versions let unused ones pass."""
+    if isinstance(options, _ChainOptions) and isinstance(recorded, _ChainOptions):
+        for name in _values(options).keys() - set(_changed(options, recorded)):
+            getattr(options, name)
+
+
+def unused(options: Any, default: Any) -> list[str]:
+    """Returns the names of the flags that differ from their default, and that nothing has read."""
+    if not isinstance(options, _ChainOptions):
+        return []
+    read = vars(options).get("_read", ())
+    return [name for name in _changed(options, default) if name not in read]
+
+
+def _changed(options: _ChainOptions, other: _ChainOptions) -> list[str]:
+    values, values_before = _values(options), _values(other)
+    return [name for name in values if values[name] != values_before[name]]
+
 
 # A flag for each option of a rule or a schedule that a command line can take.
 SHAPE_OPTIONS, RULE_OPTIONS = optim.schedules.OPTIONS, optim.rules.OPTIONS
@@ -266,6 +306,7 @@ OptimizerOptions = dataclasses.make_dataclass(
         "__module__": __name__,
     },
     frozen=True,
+    repr=False,
 )
 
 

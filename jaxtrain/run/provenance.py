@@ -22,17 +22,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 from etils import epath
 from jax.sharding import Mesh
 
-from jaxtrain.experiment import Experiment
+from jaxtrain.engines.plain import accepted_kwargs
+from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.host import storage
 from jaxtrain.host.paths import read_if_there
+from jaxtrain.jaxprs import digest
 from jaxtrain.layout import Effect
 from jaxtrain.run.folder import CHANGES, CONFIG, write_text
 from jaxtrain.sharding.mesh import describe_mesh
 
 PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "numpy")
+# Another version of these may trace the same optimizer to another program.
+TRACING = ("jaxtrain", "jax", "optax")
 
 # The run options that are of one start and not of the run.
 OF_START = ("run_dir", "resume", "auto_resume", "overwrite", "accept_changes")
@@ -86,7 +91,26 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
     if code := {name: found for name, path in files.items() if (found := commit(path))}:
         own["code"] = code
     own["best"] = f"eval/{metadata.best_metric} {metadata.best_mode}"
+    if update := _optimizer_digest(experiment):
+        own["optimizer"] = update
     return config | {"provenance": own}
+
+
+def _optimizer_digest(experiment: Experiment) -> str | None:
+    """Hashes the traced update of the optimizer, which is the same on every mesh; None for one that
+    cannot be traced, because the train step then says why."""
+    task = experiment.task
+    stack = experiment.stack if task.stages is None else task.stages.stacked
+    optimizer = optax.with_extra_args_support(optimizer_for(experiment, stack))
+    extras = accepted_kwargs(optimizer.update, {"value": 1.0, "weight": 1.0})
+    try:
+        params = jax.eval_shape(task.init_fn, jax.random.key(0))
+        params = params[0] if task.has_model_state else params
+        state = jax.eval_shape(optimizer.init, params)
+        update = lambda grads, state, params: optimizer.update(grads, state, params, **extras)  # noqa: E731
+        return digest(jax.make_jaxpr(update)(params, state, params))
+    except Exception:
+        return None
 
 
 def commit(path: str) -> str | None:
@@ -137,12 +161,19 @@ def compare(
     (:attr:`jaxtrain.Metadata.may_change`).
     """
     meanings = _OF_ANY_RUN | dict(may_change)
+    versions = (record.get("provenance", {}).get("versions", {}) for record in (then, now))
+    then_traced, now_traced = ([packages.get(name) for name in TRACING] for packages in versions)
+    if then_traced != now_traced:
+        meanings["optimizer"] = Effect.UNCOMPARED
     changes = []
     for part in ("flags", "provenance"):
         before, after = (flatten(record.get(part, {})) for record in (then, now))
+        # A flag that makes it another run may make another optimizer, and tells of it.
+        is_told = part == "provenance" and any(c.meaning is None for c in changes)
         for name in before | after if before else ():
             old, new = (json.dumps(side.get(name, _ABSENT)) for side in (before, after))
             flagged = name == "microbatches" and any(c.name in MICROBATCHES for c in changes)
+            flagged |= name == "optimizer" and is_told
             # A flag that one version lacks and that is left out in the other decides nothing.
             lacking = part == "flags" and (name not in before or name not in after)
             if old == new or flagged or (lacking and (before | after)[name] in (None, [], ())):

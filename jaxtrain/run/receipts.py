@@ -223,6 +223,7 @@ def differences(then: Line, now: Line) -> list[str]:
 
     (a, b), ignored = map(facts, (then, now)), ("run.", "code.", "best")
     names = [name for name in a | b if a.get(name) != b.get(name) and not name.startswith(ignored)]
+    names = [name for name in names if name in a or name != "optimizer"]  # Older receipts lack it.
     told = [f"{name} was {a.get(name)}, now {b.get(name)}" for name in names]
     files = [n for n, digest in then["files"].items() if now["files"].get(n, digest) != digest]
     return told + [f"the file {name} is another" for name in files]

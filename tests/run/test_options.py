@@ -287,18 +287,31 @@ def test_flags_that_cannot_be_are_named(given, message):
         options.make_optimizer(options.OptimizerOptions(name="sgd", **given), steps=40).init(1.0)
 
 
-def test_flags_of_an_optimizer_that_a_module_replaces_are_refused():
-    def build(flags, read):
-        config = parse(jt.Config, ["--optimizer.learning-rate", *flags.split()])
-        own = optax.sgd(config.optimizer.learning_rate if read else 0.1)
-        given = {"init_fn": None, "loss_fn": len, "batch": None, "train_batches": None}
-        return config.experiment("own", optimizer=own, **given)
+def test_flags_that_a_module_with_an_optimizer_does_not_read_are_refused():
+    arguments = {"init_fn": None, "loss_fn": len, "batch": None, "train_batches": None}
 
-    build("0.2 --optimizer.ema 0.9", read=True)
-    with pytest.raises(
-        ValueError, match=r"own, which --optimizer\.learning-rate, --optimizer\.ema"
-    ):
-        build("0.2 --optimizer.ema 0.9", read=False)
+    def build(flags, *, of_stack=False, default=None):
+        config = parse(jt.Config, flags.split(), default=default)
+        config.experiment("flags", **arguments)  # This one uses every flag.
+        repr(config)
+        make = lambda: optax.sgd(config.optimizer.learning_rate or 0.1)  # noqa: E731
+        optimizer = (lambda stack: make()) if of_stack else make()
+        return config.experiment("own", optimizer=optimizer, **arguments), config
+
+    for of_stack in (False, True):
+        build("--optimizer.learning-rate 0.2", of_stack=of_stack)
+        with pytest.raises(
+            ValueError, match=r"own, which --optimizer\.name, --optimizer\.ema cannot change"
+        ):
+            build(
+                "--optimizer.learning-rate 0.2 --optimizer.ema 0.9 --optimizer.name lion",
+                of_stack=of_stack,
+            )
+    # A run that an older version began with an unused flag goes on, with no other.
+    begun = jt.Config(optimizer=options.OptimizerOptions(ema=0.9))
+    build("--steps 7", default=begun)
+    with pytest.raises(ValueError, match=r"which --optimizer\.ema cannot"):
+        build("--optimizer.ema 0.8", default=begun)
 
 
 def test_flags_without_a_bound_can_be_written_as_json():

@@ -1,11 +1,16 @@
 """What a resumed run has otherwise: found, told apart, and refused where it would break the run."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
 import types
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -263,3 +268,43 @@ def test_a_resumed_run_has_its_own_flags_and_those_that_are_typed(tmp_path, monk
 def test_stored_flags_that_cannot_be_are_refused_by_name(flags, words):
     with pytest.raises(ValueError, match=words):
         from_plain(gpt.Config, nested(gpt.Config, flags))
+
+
+def test_another_optimizer_in_code_is_another_run():
+    mesh = jt.make_mesh(data=-1)
+    table_C = np.array([0.1, 0.2])
+
+    def now(optimizer, *, versions=None, **flags):
+        experiment = make_experiment().with_(optimizer=optimizer)
+        plain_record = json.loads(json.dumps(make_record(experiment, mesh)))
+        plain_record["provenance"]["versions"] |= versions or {}
+        return plain_record | {"flags": {"seed": 0, "steps": 12} | flags}
+
+    def names(*records):
+        return [(c.name, c.meaning) for c in compare(*records, {})]
+
+    cosine = functools.partial(optax.adam, optax.cosine_decay_schedule(0.1, 10))
+    then = now(cosine())
+    assert names(then, now(cosine())) == []
+    assert names(then, now(lambda stack: optax.chain(cosine()))) == []
+    for other in (
+        optax.adam(optax.cosine_decay_schedule(0.1, 11)),
+        optax.adam(0.1),
+        cosine(b2=0.99),
+        optax.chain(optax.clip(1.0), cosine()),
+    ):
+        changes = compare(then, now(other), {})
+        assert [(c.name, c.meaning) for c in changes] == [("optimizer", None)]
+        with pytest.raises(ValueError, match=r"the run in r had optimizer .* `accept_changes` opt"):
+            check(changes, (), run_dir="r")
+        check(changes, ["optimizer"], run_dir="r")
+    # A constant within a jitted function is no part of the program's text.
+    rate_of = lambda table_C: jax.jit(lambda count: jnp.asarray(table_C)[count])  # noqa: E731
+    assert names(*(now(optax.sgd(rate_of(k * table_C))) for k in (1, 2))) == [("optimizer", None)]
+    # A flag tells of it, a record of an older version lacks it, and another JAX traces otherwise.
+    assert names(then, now(optax.adam(0.1), steps=9)) == [("steps", None)]
+    older = json.loads(json.dumps(then))
+    del older["provenance"]["optimizer"]
+    assert names(older, now(optax.adam(0.1))) == []
+    other = now(optax.adam(0.1), versions={"jax": "9.0"})
+    assert names(then, other) == [("jax", Effect.ROUNDED), ("optimizer", Effect.UNCOMPARED)]
