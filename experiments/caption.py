@@ -212,7 +212,6 @@ def build(config: Config) -> jt.Experiment:
             "patches of an image, captions in bytes",
             "canvases": f"{len(train.pairs)} ordered pairs of digits to train on, "
             f"{len(held_out.pairs)} in validation, {len(test.pairs)} in test",
-            "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
         },
         conclude=lambda state, means: conclude(config, model, sets, state),
         pictures=lambda state, means: {

@@ -163,7 +163,6 @@ def build(config: Config) -> jt.Experiment:
             f"{'bytes' if file is None else 'its own tokens'}",
             "pairs": f"{len(train):,} to train on, {len(held_out):,} held out, of "
             f"{len(images.classes):,} classes with {tokens_KMT.shape[1]} captions each",
-            "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
         },
         conclude=lambda state, means: conclude(look(state)),
         pictures=lambda state, means: {"retrieval": grid(look(state))},

@@ -662,7 +662,6 @@ def facts(config: Config, model: Any, own: Mapping[str, str]) -> dict[str, str]:
         f"{model.heads} heads, {model.positions} positions, {model.norm}, {model.mlp}, "
         f"{model.vocab_size:,} tokens",
         **own,
-        "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
     }
 
 

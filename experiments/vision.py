@@ -159,7 +159,6 @@ def build(config: Config) -> jt.Experiment:
             "model": about(config, images, sizes),
             "images": f"{len(images.train):,} to train on, {len(images.held_out):,} held out, of "
             f"{len(images.classes):,} classes",
-            "optimizer": f"{config.optimizer.name}, {config.optimizer.schedule} schedule",
         },
         conclude=conclude,
         best_metric="accuracy",

@@ -124,19 +124,20 @@ def accumulate(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def updates_in(calls: int, every: int, ramp: Sequence[tuple[int, int]] = ()) -> int:
-    """Returns how many updates :func:`accumulate` makes in so many calls, none of them left out.
+def updates_in(calls: int, every: int, ramp: Sequence[tuple[int, int]] = ()) -> tuple[int, int]:
+    """Returns how many updates :func:`accumulate` makes in so many calls, none of them left out,
+    and how many calls at the end are part of no update.
 
-    >>> updates_in(10, 4, [(1, 2)])
-    4
+    >>> updates_in(11, 4, [(1, 2)])
+    (4, 1)
     """
     made = 0
     for size, updates in ramp:
         done = min(updates, calls // size)
         made, calls = made + done, calls - done * size
         if done < updates:
-            return made
-    return made + calls // every
+            return made, calls
+    return made + calls // every, calls % every
 
 
 def hold_state(condition: jax.Array, old: Any, new: Any) -> Any:
@@ -156,6 +157,12 @@ def hold_state(condition: jax.Array, old: Any, new: Any) -> Any:
 def updates_made(opt_state: Any) -> jax.Array:
     """Returns how many updates :func:`accumulate` has made so far; 0 where it is not in use."""
     return sum((n.gradient_step for n in nodes(opt_state, _accumulates)), start=jnp.int32(0))
+
+
+def calls_waiting(opt_state: Any) -> int:
+    """Returns how many calls of :func:`accumulate` the next update has so far."""
+    sums = nodes(opt_state, _accumulates)
+    return max((int(np.max(node.mini_step)) for node in sums), default=0)
 
 
 def made_of_calls(

@@ -25,6 +25,7 @@ from jaxtrain.host.chips import chip_of
 from jaxtrain.host.exit_codes import ALERTED, DIVERGED, DONE, PREEMPTED
 from jaxtrain.host.paths import check_shared, exists
 from jaxtrain.optim import averaged
+from jaxtrain.optim.accumulation import calls_waiting
 from jaxtrain.planning.comparison import compare_with_run, predict_run
 from jaxtrain.run import folder, provenance
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
@@ -371,6 +372,8 @@ def _fit(
                 with ledger.phase("restore"):
                     found = build.restore_evaluated(experiment, abstract, checkpoints, best.step)
                 concluded = dataclasses.replace(found, step=best.step), best.evaluation
+    if int(state.step) == experiment.steps and (waiting := calls_waiting(state.opt_state)):
+        lines.append(f"accumulated  the last {waiting:,} steps are part of no update")
     if compared := compare_with_run(predicted, mesh, run.rate.seconds_per_step):
         terminal.print_lines(compared)
         journal.event(FORECAST, lines=compared)

@@ -215,6 +215,11 @@ class Config:
         made = Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
         if brings_optimizer:  # A function of the stack has been called by now.
             refuse_unused(typed_flags, type(self), name)
+        else:
+            sizes = {"steps": self.steps, "global_batch": self.global_batch}
+            optimizer_of.description = options.describe_optimizer(
+                self.optimizer, **sizes, default_rates=rates
+            )
         return asynchronous(local_updates(made, self.local), self.workers)
 
     def filled(self, typed: Collection[str]) -> Self:

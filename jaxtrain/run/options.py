@@ -329,26 +329,19 @@ def make_optimizer(
     for name, value in (("steps", steps), ("optimizer.accumulate", options.accumulate)):
         if not 1 <= value < 2**31:
             raise ValueError(f"--{name} is {value}: give a number from 1 to 2^31 - 1")
-    ramp = [_pair("accumulate_ramp", text, ":", int, "1:500") for text in options.accumulate_ramp]
-    for number in itertools.chain(*ramp):
-        check_integer("accumulate_ramp", number, low=1)
-    if not (updates := updates_in(steps, options.accumulate, ramp)):
+    ramp = _ramp(options)
+    if not (updates := updates_in(steps, options.accumulate, ramp)[0]):
         first = ramp[0][0] if ramp else options.accumulate
         raise ValueError(
             f"--steps is {steps}: the first update takes {first} steps (`accumulate`), so nothing "
             "would be trained; give as many"
         )
-    warmup = options.warmup_steps
-    peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
-    peak = peak if options.learning_rate is None else options.learning_rate
+    peak = _peak(options, global_batch, default_rates)
     if options.base_batch is None and options.batch_scaling != "linear":
         raise ValueError(f"`batch_scaling` is {options.batch_scaling!r}: give `base_batch` too")
-    if options.base_batch is not None:
-        if options.base_batch < 1 or global_batch is None:
-            given = "give at least 1" if global_batch else "the rows of a step are not known here"
-            raise ValueError(f"`base_batch` is {options.base_batch}: {given}")
-        ratio = global_batch * options.accumulate / options.base_batch
-        peak *= ratio if options.batch_scaling == "linear" else ratio**0.5
+    if options.base_batch is not None and (options.base_batch < 1 or global_batch is None):
+        why = "give at least 1" if global_batch else "the rows of a step are not known here"
+        raise ValueError(f"`base_batch` is {options.base_batch}: {why}")
     done = {"name", "learning_rate", "schedule", "warmup_steps", "base_batch", "batch_scaling"}
     names = [f.name for f in dataclasses.fields(options) if f.name not in done]
     passed_on = {name: getattr(options, name) for name in names}
@@ -358,7 +351,7 @@ def make_optimizer(
         options.schedule,
         check_number("learning_rate", peak, low=0.0),
         total_steps=updates,
-        warmup_steps=min(max(10, updates // 50), updates // 2) if warmup is None else warmup,
+        warmup_steps=_warmup(options, updates),
         **{name: passed_on.pop(name) for name in of_shape},
     )
     for name in ("rate_multipliers", "decay_multipliers"):
@@ -368,6 +361,51 @@ def make_optimizer(
     freeze = (*passed_on.pop("freeze"), *more.pop("freeze", ()))
     passed_on |= {"accumulate_ramp": ramp, "freeze": freeze or None}
     return optim.make_optimizer(options.name, rate, **passed_on, **more)
+
+
+def describe_optimizer(
+    options: OptimizerOptions, *, steps: int, global_batch: int, default_rates: Mapping[str, float]
+) -> str:
+    """Describes in one line the chain that :func:`make_optimizer` makes of such arguments."""
+    updates, steps_over = updates_in(steps, options.accumulate, _ramp(options))
+    warmup, clip = _warmup(options, updates), options.clip_norm
+    parts = [
+        options.name,
+        f"rate {_peak(options, global_batch, default_rates):.4g}",
+        f"{options.schedule} schedule"
+        + (f" after {warmup:,} updates of warm-up" if warmup else ""),
+        f"weight decay {options.weight_decay:g}",
+        "no clipping" if clip is None else f"gradient clipped to norm {clip:g}",
+        "no average" if options.ema is None else f"average (EMA) {options.ema:g}",
+    ]
+    if updates < steps:
+        parts.append(f"{updates:,} updates in {steps:,} steps")
+    if steps_over:
+        parts.append(f"the last {steps_over:,} of which are part of no update")
+    return ", ".join(parts)
+
+
+def _ramp(options: OptimizerOptions) -> list[tuple[int, int]]:
+    ramp = [_pair("accumulate_ramp", text, ":", int, "1:500") for text in options.accumulate_ramp]
+    for number in itertools.chain(*ramp):
+        check_integer("accumulate_ramp", number, low=1)
+    return ramp
+
+
+def _peak(
+    options: OptimizerOptions, global_batch: int | None, default_rates: Mapping[str, float]
+) -> float:
+    peak = {**optim.rules.LEARNING_RATES, **default_rates}[options.name]
+    peak = peak if options.learning_rate is None else options.learning_rate
+    if not options.base_batch or global_batch is None:
+        return peak
+    ratio = global_batch * options.accumulate / options.base_batch
+    return peak * (ratio if options.batch_scaling == "linear" else ratio**0.5)
+
+
+def _warmup(options: OptimizerOptions, updates: int) -> int:
+    left_out = min(max(10, updates // 50), updates // 2)
+    return left_out if options.warmup_steps is None else options.warmup_steps
 
 
 def _pair(name: str, text: str, sign: str, second: Callable, example: str) -> tuple[Any, Any]:

@@ -195,8 +195,10 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
     loss, _, _ = problems.reference(jax.device_get(result.state.params), held_out)
     assert result.evaluation["loss"] == pytest.approx(loss, rel=1e-5)
     printed = capsys.readouterr().out
-    for words in ("parameters", "8 rows", "data 8", "float32 parameters", "held-out loss"):
+    facts = ("parameters", "8 rows", "data 8", "float32 parameters", "held-out loss", "own, seed 0")
+    for words in facts:
         assert words in printed
+    assert "part of no update" not in printed
 
 
 @pytest.mark.parametrize("changes", [{}, {"steps_per_call": 2}], ids=["steps", "calls"])
@@ -280,9 +282,10 @@ def test_a_run_resumes_on_another_mesh(tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_runs_are_numbered_and_the_newest_is_resumed(tmp_path, monkeypatch):
+def test_runs_are_numbered_and_the_newest_is_resumed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     first = jt.fit(make_experiment(steps=2))
+    assert "accumulated  the last 2 steps are part of no update" in capsys.readouterr().out
     second = jt.fit(make_experiment(steps=2))
     assert (first.run_dir, second.run_dir) == ("runs/toy-1", "runs/toy-2")
     (tmp_path / "runs" / "toy-large-7").mkdir()  # of another experiment

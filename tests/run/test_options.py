@@ -314,6 +314,26 @@ def test_flags_that_a_module_with_an_optimizer_does_not_read_are_refused():
         build("--optimizer.ema 0.8", default=begun)
 
 
+def test_the_optimizer_of_flags_is_described_in_one_line():
+    arguments = {"init_fn": None, "loss_fn": len, "batch": None, "train_batches": None}
+
+    def described(flags):
+        config = parse(jt.Config, flags.split())
+        return config.experiment("flags", rates={"adamw": 0.003}, **arguments).optimizer.description
+
+    assert described("--optimizer.name adamw") == (
+        "adamw, rate 0.003, cosine schedule after 20 updates of warm-up, weight decay 0.1, "
+        "gradient clipped to norm 1, no average"
+    )
+    average = "--optimizer.ema 0.99 --optimizer.clip-norm None --optimizer.warmup-steps 0"
+    sgd = "--optimizer.name sgd --optimizer.schedule constant --optimizer.base-batch 64"
+    accumulated = "--steps 10 --optimizer.accumulate 4 --optimizer.learning-rate 0.1"
+    assert described(f"{sgd} {average} {accumulated}") == (
+        "sgd, rate 0.2, constant schedule, weight decay 0.1, no clipping, average (EMA) 0.99, "
+        "2 updates in 10 steps, the last 2 of which are part of no update"
+    )
+
+
 def test_flags_without_a_bound_can_be_written_as_json():
     flags = "--optimizer.clipping-threshold inf --optimizer.clip-order max"
     chosen = parse(jt.Config, ["--optimizer.name", "adafactor", *flags.split()]).optimizer

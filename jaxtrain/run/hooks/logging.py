@@ -23,6 +23,7 @@ class Logging(Hook):
     def __init__(self, run: Run, stragglers: Stragglers):
         self.run, self.stragglers = run, stragglers
         self.timed_to = 0
+        self.steps = self.empty = 0
         self.shown: Mapping[str, Value] = {}
 
     def on_metrics(self, step: int, metrics: Mapping[str, Value]) -> None:
@@ -31,6 +32,13 @@ class Logging(Hook):
             self.timed_to = call_end(step - 1, run.steps, run.steps_per_call)
             rate.step(self.timed_to - step + 1)
         run.journal.step = step
+        self.steps += 1
+        if not metrics["skipped"] and not np.any(metrics.get("weight", 1)):
+            self.empty += 1
+            # At 1, 10, 100 and so on, because such data mostly has many of them.
+            if self.empty == 10 ** (len(str(self.empty)) - 1):
+                part = f"{self.empty} of {self.steps} steps"
+                run.progress.note(f"no token counts in {part}: they change nothing")
         shown = {name: metrics[name] for name in ("loss", *run.metadata.beside_loss)}
         run.progress.update(step, shown, rate.items_per_second)
         quiet = not metrics["skipped"] and not metrics.get("spike", 0)

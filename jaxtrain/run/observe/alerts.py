@@ -18,6 +18,7 @@ from etils import epath
 from jaxtrain.run.hook import Value
 from jaxtrain.run.observe.alert_rules import REARM, Condition, Setting, Spike, conditions
 from jaxtrain.run.observe.journal import ALERT, ALERT_NOT_POSTED, Journal, read_events
+from jaxtrain.run.observe.metric import defined
 from jaxtrain.run.observe.report.records import read_run
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,7 @@ class Alerts:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Looks at the values of a line."""
-        for name, value in values.items():
+        for name, value in defined(values).items():
             for rule, condition in self._watching(name):
                 text = None if np.ndim(value) else condition(step, float(value))
                 before = self._reasonless.get((rule, name), REARM)

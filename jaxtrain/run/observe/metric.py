@@ -4,9 +4,33 @@ Only the group says what a metric is of, so that none of the user's own, which a
 ``eval``, is taken for one of the machine's, however it is called.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
 
 MACHINE = ("host", "device")
+
+
+def defined(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the metrics of a line without training means that do not exist.
+
+    A step in which no token counts has weight 0. Its means are NaN, though nothing has diverged. A
+    step that was left out has weight 0 too, but its NaN tells of a fault and remains.
+
+    >>> defined({"train/loss": float("nan"), "train/weight": 0.0, "train/skipped": 0})
+    {'train/weight': 0.0, 'train/skipped': 0}
+    """
+    if values.get("train/weight") != 0 or values.get("train/skipped"):
+        return values
+    return {k: x for k, x in values.items() if not (k.startswith("train/") and _is_nan(x))}
+
+
+def _is_nan(value: Any) -> bool:
+    try:  # In a log that was read, NaN is a text.
+        return bool(np.size(value) and np.isnan(np.asarray(value, np.float64)).all())
+    except (TypeError, ValueError):
+        return False
 
 
 class Metric(NamedTuple):

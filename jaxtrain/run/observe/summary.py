@@ -41,6 +41,7 @@ def header_facts(
     on_host = f"; {memory.human_bytes(away)} of its state on the host" if away else ""
     return {
         **experiment.metadata.facts,
+        "optimizer": f"{_optimizer(experiment)}, seed {experiment.seed}",
         **({"privacy": data.guarantee} if data.guarantee else {}),
         "parameters": f"{parameters:,}",
         "step": f"{data.items_per_step:,} {data.item}{accumulate}",
@@ -59,6 +60,11 @@ def header_facts(
         + "; ".join(check.name for check in train.checks),
         **describe(train.findings),
     }
+
+
+def _optimizer(experiment: Experiment) -> str:
+    of_module = experiment.metadata.facts.get("optimizer", "of the experiment's own")
+    return getattr(experiment.optimizer, "description", of_module)
 
 
 def _calls(experiment: Experiment, programs: Mapping[int, CompiledStep]) -> str:

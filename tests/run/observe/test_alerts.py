@@ -132,6 +132,29 @@ def test_a_fault_fires_its_rule_once_whenever_the_run_was_killed(tmp_path, rule)
         assert resumed.steps == (whole.steps if killed < at else [])
 
 
+def test_steps_in_which_no_token_counts_break_no_rule(tmp_path):
+    curves, late = clean(0), slice(FAULT, N)
+    curves |= {"train/weight": np.ones(N), "train/skipped": np.zeros(N)}
+    curves["train/loss"][late], curves["train/weight"][late] = np.nan, 0
+    rules = ["all:off", "divergence=0.2:stop"]
+    for skipped, stops in ((0, 0), (1, 1)):  # A step that was left out has weight 0 too.
+        curves["train/skipped"][late] = skipped
+        with (tmp_path / "log.jsonl").open("w") as log:
+            for i in range(N):
+                values = {name: curve[i] for name, curve in curves.items()}
+                values["train/loss"] = values["train/loss"] if i < FAULT else "nan"
+                when = {"step": i + 1, "time": "2026-01-01T00:00:00+00:00"}
+                log.write(json.dumps(when | values) + "\n")
+        assert len(Told(tmp_path, *rules).run(curves, range(1, N + 1)).stops) == stops
+        recalled = Told(tmp_path, *rules)
+        recalled.alerts.recall(N, acts_from=1)
+        assert len(recalled.stops) == stops
+        texts = [finding.text for finding in health.examine(records.read([tmp_path])[0])]
+        sentence = f"No token counts in {N - FAULT:,} steps, {(N - FAULT) / N:.0%} of those logged"
+        assert any(text.startswith(sentence) for text in texts) == (not stops)
+        assert not any("loss is not finite" in text for text in texts)
+
+
 def test_an_evaluation_of_minus_infinity_is_no_best_to_rise_above(tmp_path):
     told = Told(tmp_path, "all:off", "held-out=0.01")
     for step, loss in enumerate([2.0, -np.inf, 2.0, 2.0, 2.0, 2.0]):

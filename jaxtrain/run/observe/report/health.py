@@ -47,6 +47,7 @@ def examine(record: Record, *, now: float | None = None) -> list[Finding]:
         _progress(record, now),
         *_loss(record),
         *_left_out(record),
+        *_uncounted(record),
         *_held_out(record),
         *_waiting(record),
         *_slowest(record),
@@ -118,6 +119,19 @@ def _left_out(record: Record) -> list[Finding]:
             text = f"{_count(len(steps), 'update')} left out because a step {what}, last step "
             found.append(Finding("bad" if many else "look", f"{text}{steps[-1]:,}."))
     return found
+
+
+def _uncounted(record: Record) -> list[Finding]:
+    weights = record.series.get("train/weight")
+    if weights is None:
+        return []
+    left_out = record.above_zero("train/skipped")
+    empty = np.setdiff1d(weights.steps[weights.values == 0], left_out).size
+    if not empty:
+        return []
+    part = f"{empty / weights.steps.size:.0%} of those logged"
+    text = f"No token counts in {_count(empty, 'step')}, {part}: they change nothing."
+    return [Finding("look", text)]
 
 
 def _held_out(record: Record) -> list[Finding]:

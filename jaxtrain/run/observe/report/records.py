@@ -17,7 +17,7 @@ from jaxtrain.host.paths import as_path, exists, is_folder, json_object, read_if
 from jaxtrain.run import receipts
 from jaxtrain.run.folder import CHANGES, CONFIG, EVENTS, HEARTBEAT, LOG, OWNER, RECEIPTS, STOPPED
 from jaxtrain.run.observe import goodput, journal
-from jaxtrain.run.observe.metric import Metric
+from jaxtrain.run.observe.metric import Metric, defined
 from jaxtrain.run.observe.throughput import PARTS
 from jaxtrain.run.provenance import flatten
 
@@ -153,7 +153,7 @@ def read_run(path: epath.Path, name: str) -> Record:
         step = line["step"]
         if (when := _time(line.get("time"))) is not None:
             times.add(step, when)
-        for key, value in line.items():
+        for key, value in defined(line).items():
             if key not in _OWN and (number := _number(value)) is not None:
                 points[key].add(step, number)
             elif (vector := _vector(value)) is not None:
