@@ -51,12 +51,16 @@ class Tokenizer(Protocol):
       fingerprint: a short text, equal for two tokenizers only if they encode alike.
       special_pattern: a pattern, without groups, of the tokens that `encode` never gives; "" for
         none.
+      special_ids: the id of each special token, by its spelling.
+      beginning: the special tokens before a text, such as Llama's `<s>`.
     """
 
     vocab_size: int
     eod: int
     fingerprint: str
     special_pattern: str = ""
+    special_ids: Mapping[str, int] = {}
+    beginning: tuple[int, ...] = ()
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Returns the ids of a text, int32 [T], with no end-of-document token."""
@@ -73,6 +77,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: Any) -> str:
         """Returns the text of some ids; bytes that are not UTF-8 become U+FFFD, `eod` nothing."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_shown(self, ids: Iterable[int]) -> str:
+        """Returns the text of some ids without special tokens, as transformers does with
+        ``skip_special_tokens``; an id beyond the vocabulary has no text."""
+        special = set(self.special_ids.values())
+        return self.decode([id for id in ids if id < self.vocab_size and id not in special])
 
     def decode_bytes(self, ids: Any) -> bytes:
         """Returns the bytes of some ids, exactly; `eod` has none."""
@@ -371,6 +381,12 @@ class SubwordTokenizer(_BytePieces):
             r"\s*" * each.lstrip + re.escape(each.content) + r"\s*" * each.rstrip
             for each in sorted(found, key=lambda each: -len(each.content))
         )
+
+    @functools.cached_property
+    def special_ids(self) -> Mapping[str, int]:
+        """The id of each special token, by its spelling."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: id for id, token in added.items() if token.special}
 
     def special_id(self, token: bytes) -> int:
         """Returns the id of what `special_pattern` has found."""

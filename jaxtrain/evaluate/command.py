@@ -14,7 +14,7 @@ from jaxtrain import data
 from jaxtrain.data.chat import forms_of
 from jaxtrain.evaluate import heads, pairs
 from jaxtrain.evaluate.harness import harness_model
-from jaxtrain.evaluate.scoring import Row, Scorer, windows
+from jaxtrain.evaluate.scoring import Row, Scorer, windows, with_all_rows
 from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
@@ -153,7 +153,7 @@ def _pairs(name: str, opened: Opened, mesh: Any, options: EvaluateOptions) -> di
 def _decoder(options: EvaluateOptions, opened: Opened, mesh: Any) -> dict[str, Any]:
     """The results of texts and tasks, which are printed."""
     given = {"rows": options.rows, "longest": options.longest}
-    scorer = Scorer(opened.model, opened.params, mesh=mesh, **given)
+    scorer = Scorer(with_all_rows(opened), opened.params, mesh=mesh, **given)
     results: dict[str, Any] = {"texts": {}, "tasks": {}}
     for name in options.data:
         found = perplexity(name, opened, scorer, stride=options.stride, field=options.field)
@@ -224,10 +224,10 @@ def _tasks(options: EvaluateOptions, opened: Opened, scorer: Scorer, mesh: Any) 
     from lm_eval.utils import make_table
 
     sizes = {"slots": max(2, options.rows), "longest": scorer.longest, "mesh": mesh}
-    engine = Engine(opened.model, opened.params, **sizes)
+    engine = Engine(with_all_rows(opened), opened.params, **sizes)
     ends = ends_of(opened.folder, opened.tokenizer)
     found = lm_eval.simple_evaluate(
-        harness_model(opened.tokenizer, scorer, engine, ends),
+        harness_model(opened.tokenizer, scorer, engine, ends, folder=opened.folder),
         tasks=list(options.tasks),
         num_fewshot=options.shots,
         limit=options.limit,

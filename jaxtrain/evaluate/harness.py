@@ -1,25 +1,57 @@
 """A decoder as a model of lm-evaluation-harness, in this process."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.chat import TOKENIZER_CONFIG, encode_prompt
 from jaxtrain.data.tokenizers import Tokenizer
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.host import extras
+from jaxtrain.run import trained
 from jaxtrain.serve.api import Text
 from jaxtrain.serve.engine import Engine, Request
 
-# Tokens to write where a task does not say.
+# New tokens, where a task names no limit.
 MOST = 256
+# The names of that limit; the first one present counts, as in the harness.
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# The defaults of transformers for drawn tokens, behind the task and the generation config.
+DRAWING = {"top_k": 50, "top_p": 1.0, "min_p": 0.0}
+# Options of transformers that are not offered, with the value that changes no text.
+NEUTRAL = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "no_repeat_ngram_size": 0,
+    "typical_p": 1.0,
+    "min_new_tokens": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "use_cache": True,
+}
 
 
-def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine, ends: Sequence[int]) -> Any:
+def harness_model(
+    tokenizer: Tokenizer,
+    scorer: Scorer,
+    engine: Engine,
+    ends: Sequence[int],
+    *,
+    folder: str | None = None,
+) -> Any:
     """Makes the model that ``lm_eval.simple_evaluate`` takes.
 
-    Choices are scored by ``scorer``, and texts are written by ``engine``, many at once, up to
-    one of ``ends``.
+    Texts become the tokens that they are in HFLM, the harness's own model of transformers.
+
+    Args:
+      tokenizer: of the model.
+      scorer: scores choices.
+      engine: writes texts, many at once.
+      ends: the tokens that end a text.
+      folder: of the model or run, whose files declare the beginning token and the defaults of
+        generation; None for none but the tokenizer's own.
 
     Raises:
       ImportError: lm_eval is not installed.
@@ -27,14 +59,22 @@ def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine, ends: Se
     extras.load("tasks need lm_eval", "eval", "lm_eval", "lm_eval.api.model", "lm_eval.utils")
     from lm_eval.api.model import TemplateLM
 
+    prefix, defaults = declared(folder, tokenizer)
+
     class Model(TemplateLM):
         @property
         def eot_token_id(self) -> int:
             return tokenizer.eod
 
+        @property
+        def prefix_token_id(self) -> int:
+            return prefix
+
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list:
-            del add_special_tokens
-            return tokenizer.encode(string).tolist()
+            if add_special_tokens is None:
+                return encode_context(string, tokenizer, prefix)
+            begin = tokenizer.beginning if add_special_tokens else ()
+            return [*begin, *encode_prompt(string, tokenizer).tolist()]
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm=False, **_: Any):
             del disable_tqdm
@@ -42,11 +82,11 @@ def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine, ends: Se
             for _, context, continuation in requests:
                 tokens = (context + continuation)[-(scorer.longest + 1) :]
                 rows.append(Row(tokens, min(len(continuation), len(tokens) - 1)))
-            found = [tuple(each) for each in scorer(rows)]
-            for (key, *_), each in zip(requests, found, strict=True):
+            scores = [tuple(score) for score in scorer(rows)]
+            for (key, *_), score in zip(requests, scores, strict=True):
                 if key is not None:
-                    self.cache_hook.add_partial("loglikelihood", key, each)
-            return found
+                    self.cache_hook.add_partial("loglikelihood", key, score)
+            return scores
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm=False) -> list[float]:
             del disable_tqdm
@@ -54,10 +94,9 @@ def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine, ends: Se
             cut = {"longest": scorer.longest, "stride": scorer.longest}
             rows, owners = [], []
             for number, request in enumerate(requests):
-                tokens = [tokenizer.eod, *self.tok_encode(request.args[0])]
-                those = list(windows(tokens, **cut))
-                rows += those
-                owners += [number] * len(those)
+                parts = list(windows([prefix, *self.tok_encode(request.args[0])], **cut))
+                rows += parts
+                owners += [number] * len(parts)
             totals = np.zeros(len(requests))
             for owner, scored in zip(owners, scorer(rows), strict=True):
                 totals[owner] += scored.logprob
@@ -65,47 +104,128 @@ def harness_model(tokenizer: Tokenizer, scorer: Scorer, engine: Engine, ends: Se
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm=False) -> list[str]:
             del disable_tqdm
-            asked = [request.args for request in requests]
-            return written(tokenizer, engine, asked, frozenset(ends))
+            questions = [request.args for request in requests]
+            options = {"prefix": prefix, "defaults": defaults}
+            return written(tokenizer, engine, questions, frozenset(ends), **options)
 
     return Model()
 
 
+def declared(folder: str | None, tokenizer: Tokenizer) -> tuple[int, dict[str, Any]]:
+    """Returns the token before a text without a context, ``bos_token`` or else the end of a
+    document, and the options of the generation config that change what is written."""
+    files = {} if folder is None else trained.beside(folder)
+    contents = (
+        json.loads(files.get(name, "{}")) for name in (TOKENIZER_CONFIG, trained.GENERATION)
+    )
+    tokens, config = (fields if isinstance(fields, dict) else {} for fields in contents)
+    token = tokens.get("bos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    begin = tokenizer.beginning[:1] or (tokenizer.eod,)
+    read = {"repetition_penalty", *DRAWING, *NEUTRAL}
+    defaults = {name: value for name, value in config.items() if name in read}
+    return tokenizer.special_ids.get(token, begin[0]), defaults
+
+
+def encode_context(text: str, tokenizer: Tokenizer, prefix: int) -> list[int]:
+    """Returns the tokens of a text behind those that begin one, unless it spells ``prefix``
+    itself, as a rendered chat does."""
+    ids = encode_prompt(text, tokenizer).tolist()
+    return ids if ids[:1] == [prefix] else [*tokenizer.beginning, *ids]
+
+
 def written(
-    tokenizer: Tokenizer, engine: Engine, asked: Sequence[tuple[str, dict]], ends: frozenset[int]
+    tokenizer: Tokenizer,
+    engine: Engine,
+    questions: Sequence[tuple[str, dict]],
+    ends: frozenset[int],
+    *,
+    prefix: int | None = None,
+    defaults: Mapping[str, Any] = {},
 ) -> list[str]:
-    """Returns what the model writes after each context, by the harness's options, up to
-    one of ``ends``.
+    """Returns the texts that a model writes, as HFLM would: special tokens have no text.
+
+    Args:
+      tokenizer, engine: of the model.
+      questions: each context, and the task's generation options.
+      ends: the tokens that end a text.
+      prefix: stands for an empty context; None for the end of a document.
+      defaults: options that the model's generation config has.
 
     Raises:
-      ValueError: for an option that is not known here, which would change results.
+      ValueError: an option is not known here and would change results, or leaves no room.
     """
-    texts, found = {}, {}
-    for context, options in asked:
-        options = dict(options)
-        until = options.pop("until", None) or []
-        until = [until] if isinstance(until, str) else [each for each in until if each]
-        most = options.pop("max_gen_toks", None) or options.pop("max_tokens", None) or MOST
-        drawn = options.pop("do_sample", False)
-        temperature = float(options.pop("temperature", 1.0 if drawn else 0.0)) if drawn else 0.0
-        options.pop("temperature", None)
-        cuts = {name: options.pop(name) for name in ("top_k", "top_p", "min_p") if name in options}
-        if options:
-            raise ValueError(f"the task's generation options {sorted(options)} are not known here")
-        most = min(int(most), engine.longest - 1)
-        prompt = tokenizer.encode(context).tolist() or [tokenizer.eod]
-        prompt = prompt[-(engine.longest - most) :]
-        request = Request(prompt, most, temperature, seed=len(found), ends=ends, **cuts)
-        number = engine.submit(request)
-        texts[number], found[number] = Text(until), ""
+    prefix = tokenizer.eod if prefix is None else prefix
+    # The end of a document ends a text where its letters spell it, too.
+    spelled = [text for text, id in tokenizer.special_ids.items() if id == tokenizer.eod]
+    tokens: dict[int, list[int]] = {}
+    stoppers: dict[int, Text] = {}
+    stops: list[list[str]] = []
+    for context, options in questions:
+        until, limit, most, fields = generation_options({**defaults, **options})
+        if limit >= engine.longest:
+            raise ValueError(
+                f"the task asks for {limit} new tokens, and the model has {engine.longest} "
+                "positions for them and the context: lower max_gen_toks, or raise `longest`"
+            )
+        prompt = encode_context(context, tokenizer, prefix) or [prefix]
+        prompt = prompt[limit - engine.longest :]
+        limit = limit if most is None else most - len(prompt)
+        number = engine.submit(Request(prompt, limit, seed=len(stoppers), ends=ends, **fields))
+        stops.append([*until, *spelled])
+        tokens[number], stoppers[number] = [], Text(stops[-1])
     while engine.is_busy:
         for event in engine.step():
-            text = texts[event.number]
+            text = stoppers[event.number]
             if text.stopped:
                 continue
-            (piece,) = tokenizer.token_pieces([event.token])
-            piece = b"" if event.token in ends else piece
-            found[event.number] += text.add(piece, last=event.reason is not None)
+            if event.token in ends or event.token >= tokenizer.vocab_size:
+                continue  # without a text
+            tokens[event.number].append(event.token)
+            text.add(*tokenizer.token_pieces([event.token]))
             if text.stopped and event.reason is None:
                 engine.cancel(event.number)
-    return list(found.values())
+    texts = []
+    for ids, terms in zip(tokens.values(), stops, strict=True):
+        text = tokenizer.decode_shown(ids)
+        for term in terms:
+            text = text.split(term)[0]
+        texts.append(text)
+    return texts
+
+
+def generation_options(
+    options: Mapping[str, Any],
+) -> tuple[list[str], int, int | None, dict[str, Any]]:
+    """Reads generation options as HFLM does.
+
+    Returns:
+      The texts that end an answer, the most new tokens, the most tokens with the context (None for
+      no such limit), and the fields of a request by which its tokens are drawn.
+
+    Raises:
+      ValueError: an option is not known here and would change results.
+    """
+    options = dict(options)
+    until = options.pop("until", None) or []
+    until = [until] if isinstance(until, str) else [text for text in until if text]
+    limits = [options.pop(name, None) for name in LIMITS]
+    limit = next((int(limit) for limit in limits if limit is not None), MOST)
+    most = options.pop("max_length", None)
+    temperature = float(options.pop("temperature", None) or 0)
+    draws = options.pop("do_sample", None)
+    if draws and not temperature > 0:
+        raise ValueError(
+            "do_sample is true and temperature is 0 or left out: the harness's own model refuses "
+            "that; give a temperature above 0, or do_sample: false"
+        )
+    penalty = options.pop("repetition_penalty", None)
+    fields = {"temperature": 0.0, "repetition_penalty": 1.0 if penalty is None else penalty}
+    cuts = {name: options.pop(name, None) for name in DRAWING}
+    if temperature > 0 and draws in (None, True):
+        fields["temperature"] = temperature
+        fields |= {n: DRAWING[n] if value is None else value for n, value in cuts.items()}
+    unknown = {n: v for n, v in options.items() if n not in NEUTRAL or v not in (None, NEUTRAL[n])}
+    if unknown:
+        raise ValueError(f"the generation options {unknown} are not known here: leave them out")
+    return until, limit, None if most is None else int(most), fields

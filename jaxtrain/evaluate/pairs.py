@@ -14,7 +14,7 @@ import numpy as np
 from jaxtrain import data
 from jaxtrain.data.enclosed import MASK, row_ends, special_id
 from jaxtrain.evaluate.intervals import interval
-from jaxtrain.evaluate.scoring import MaskedScorer, Row, Scorer
+from jaxtrain.evaluate.scoring import MaskedScorer, Row, Scorer, with_all_rows
 from jaxtrain.hf.opening import Opened
 from jaxtrain.models.decoder import DecoderConfig
 
@@ -50,7 +50,7 @@ def preferences(
     more, less = sentences[::2], sentences[1::2]
     same = [_shared(*pair) for pair in zip(more, less, strict=True)]
     if isinstance(opened.model, DecoderConfig):
-        scorer = Scorer(opened.model, opened.params, mesh=mesh, rows=rows)
+        scorer = Scorer(with_all_rows(opened), opened.params, mesh=mesh, rows=rows)
         begin = opened.begin[0][-1:] or (opened.tokenizer.eod,)
         asked = [Row([*begin, *tokens], len(tokens)) for tokens in sentences]
         nats = np.array([each.logprob for each in scorer(asked)]).reshape(-1, 2)

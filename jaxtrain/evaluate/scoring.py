@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxtrain.hf.opening import Opened, find_model
 from jaxtrain.models import decoder, encoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import check_positions, unscaled
@@ -153,6 +155,15 @@ class MaskedScorer:
             batch["tokens"][b, : len(row)] = row
         with jax.set_mesh(self._mesh):
             return np.asarray(self._run(self._params, batch), np.float64)[:, 0]
+
+
+def with_all_rows(opened: Opened) -> DecoderConfig:
+    """Returns an opened decoder with every row that its config counts.
+
+    Generation leaves out rows that the tokenizer has no token for. Log-probabilities count them, as
+    training and transformers do.
+    """
+    return dataclasses.replace(opened.model, vocab_size=find_model(opened.folder)[1].vocab_size)
 
 
 def _log_probs(

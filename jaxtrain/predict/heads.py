@@ -282,7 +282,7 @@ def write(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
                 new, _ = beam_search(config, params, tokens, beams=model.beams, **given)
         for index, ids in zip(part, np.asarray(new).tolist(), strict=True):
             stop = next((at for at, id in enumerate(ids) if id in ends), len(ids))
-            found[index] = tokenizer.decode([x for x in ids[:stop] if x < tokenizer.vocab_size])
+            found[index] = tokenizer.decode_shown(ids[:stop])
     return ({"text": text} for text in found)
 
 

@@ -23,7 +23,7 @@ from jaxtrain.data.sources import BUILT_IN
 from jaxtrain.data.store import count_parts
 from jaxtrain.evaluate import drift
 from jaxtrain.evaluate.intervals import interval
-from jaxtrain.evaluate.scoring import Scorer, windows
+from jaxtrain.evaluate.scoring import Scorer, windows, with_all_rows
 from jaxtrain.hf.opening import ModelOptions
 from jaxtrain.host import exit_codes
 from jaxtrain.host.least import check_least
@@ -158,7 +158,8 @@ def measure(
     """Returns by name the tokens of held-out documents, and the loss of each in nats, by the best
     checkpoint of a run; raises ValueError where there is no document, or another tokenizer."""
     opened, mesh = ModelOptions(run).open("decoder")
-    scorer, tokenizer = Scorer(opened.model, opened.params, mesh=mesh), opened.tokenizer
+    scorer = Scorer(with_all_rows(opened), opened.params, mesh=mesh)
+    tokenizer = opened.tokenizer
     path, found = as_path(opened.folder) / TOKENIZER_FILE, {}
     given = {"tokenizer": str(path) if exists(path) else "bytes"}
     for name, sources in texts.items():

@@ -13,9 +13,9 @@ from jaxtrain import hf
 from jaxtrain.data import ByteTokenizer
 from jaxtrain.evaluate import command
 from jaxtrain.evaluate.command import perplexity
-from jaxtrain.evaluate.harness import harness_model, written
-from jaxtrain.evaluate.scoring import Row, Scorer, windows
-from jaxtrain.hf.opening import Opened
+from jaxtrain.evaluate.harness import generation_options, harness_model, written
+from jaxtrain.evaluate.scoring import Row, Scorer, windows, with_all_rows
+from jaxtrain.hf.opening import Opened, ends_of, open_model
 from jaxtrain.models import decoder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.ops.rotary import DynamicScaling
@@ -191,7 +191,8 @@ def test_a_text_that_is_written_ends_before_what_a_task_names():
     asked = [("a context", {"max_gen_toks": 12}), ("x" * 99, {"until": ["\0"], "max_gen_toks": 5})]
     whole, other = written(model.tokenizer, engine, asked, ends)
     stop = whole[4:6]
-    short = [("a context", asked[0][1] | {"until": stop})]
+    # The stops cut one after the other, as in the harness: the second is not in what is left.
+    short = [("a context", asked[0][1] | {"until": [stop, whole[3:6]]})]
     (cut,) = written(model.tokenizer, engine, short, ends)
     assert cut == whole[: whole.index(stop)]
     end = model.tokenizer.encode(whole).tolist()[3]  # a model may name more ends than one
@@ -200,6 +201,38 @@ def test_a_text_that_is_written_ends_before_what_a_task_names():
     assert other
     with pytest.raises(ValueError, match="typical_p"):
         written(model.tokenizer, engine, [("a", {"typical_p": 0.1})], ends)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "drawn"),
+    [
+        ({"max_new_tokens": 3, "max_tokens": 4}, 3, {"temperature": 0.0}),
+        ({"max_completion_tokens": 5, "num_beams": 1}, 5, {"temperature": 0.0}),
+        ({"max_gen_toks": 6, "max_tokens": 4, "temperature": 0.7}, 6, {"temperature": 0.7}),
+        ({"do_sample": False, "temperature": 0.7, "top_k": 3}, 256, {"temperature": 0.0}),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 3}, 256, {"top_k": 3, "top_p": 1.0}),
+        ({"temperature": 0.7, "repetition_penalty": 1.1}, 256, {"repetition_penalty": 1.1}),
+        ({"temperature": 0.7}, 256, {"top_k": 50}),  # which transformers takes by default
+    ],
+)
+def test_generation_options_mean_what_they_mean_to_the_harness(options, limit, drawn):
+    until, most_new, most, fields = generation_options(options | {"until": "x", "max_length": 9})
+    assert (until, most_new, most) == (["x"], limit, 9)
+    assert fields == fields | drawn
+    assert ("top_k" in fields) == (fields["temperature"] > 0)
+
+
+def test_generation_options_that_would_change_a_text_are_refused():
+    for options, message in (
+        ({"do_sample": True}, "do_sample is true and temperature is 0"),
+        ({"num_beams": 2, "until": None}, r"options \{'num_beams': 2\} are not known"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generation_options(options)
+    model = opened(jt.make_mesh(data=1, devices=jax.devices()[:1]))
+    engine = Engine(MODEL, model.params, slots=2)
+    with pytest.raises(ValueError, match="asks for 48 new tokens, and the model has 48 positions"):
+        written(model.tokenizer, engine, [("a", {"max_gen_toks": 48})], frozenset())
 
 
 def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys):
@@ -258,16 +291,16 @@ def tasks(folder):
 def saved(model, folder):
     """The model's folder, and its bytes as a tokenizer of transformers, which is there too."""
     transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
-    hf.save(folder, MODEL, jax.device_get(model.params))
+    hf.save(folder, model.model, jax.device_get(model.params))
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     names = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
-    vocabulary = {names[b]: b for b in range(256)} | {"<end>": 256}
+    vocabulary = {names[b]: b for b in range(256)} | {"</s>": 256}
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer, library.decoder = level, tokenizers.decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=library, eos_token="<end>", pad_token="<end>"
+        tokenizer_object=library, eos_token="</s>", pad_token="</s>"
     )
     fast.save_pretrained(folder)
     return fast
@@ -290,6 +323,56 @@ def test_tasks_come_to_what_the_harness_s_own_model_comes_to(tmp_path):
     theirs = HFLM(pretrained=torch_model, tokenizer=fast, batch_size=4, max_length=48)
     theirs = lm_eval.simple_evaluate(theirs, tasks=tasks(tmp_path), bootstrap_iters=0)
     check_same(ours, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("puts_begin", [True, False])
+def test_texts_are_the_tokens_of_the_harness_s_own_model(puts_begin, tmp_path):
+    """A beginning token, special tokens, and rows of the vocabulary that no token has."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    padded = dataclasses.replace(MODEL, vocab_size=272)
+    params = jax.tree.map(lambda x: 3 * x, decoder.init(padded, jax.random.key(0)))
+    tokenizers = pytest.importorskip("tokenizers")
+    fast = saved(Opened(padded, params, None, "", ((), ())), tmp_path)
+    fast.add_special_tokens({"bos_token": "<begin>", "additional_special_tokens": ["<turn>"]})
+    if puts_begin:
+        begin = [("<begin>", fast.bos_token_id)]
+        fast.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<begin> $A", pair="<begin> $A $B", special_tokens=begin
+        )
+    fast.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    model = open_model(str(tmp_path), "decoder", mesh=mesh)
+    every, ends = with_all_rows(model), ends_of(model.folder, model.tokenizer)
+    scorer, engine = Scorer(every, model.params, mesh=mesh), Engine(every, model.params, slots=4)
+    jaxtrain_model = harness_model(model.tokenizer, scorer, engine, ends, folder=model.folder)
+    hflm = HFLM(pretrained=str(tmp_path), device="cpu", dtype="float32", max_length=48)
+
+    def both(kind, *arguments):
+        requests = [Instance(kind, {}, pair, number) for number, pair in enumerate(arguments)]
+        return [getattr(model, kind)(requests) for model in (jaxtrain_model, hflm)]
+
+    pairs = [("a b", " c"), ("", "d e"), ("<begin>a<turn>", "b"), ("<begin>a", " <turn>b")]
+    for (x, best), (y, greedy) in zip(*both("loglikelihood", *pairs), strict=True):
+        assert (x, best) == (pytest.approx(y, abs=1e-4), greedy)
+    x, y = both("loglikelihood_rolling", ("a b c",), ("é" * 60,))
+    assert x == pytest.approx(y, abs=1e-3)
+    questions = [
+        ("a b", {"max_length": 40, "max_gen_toks": 9}),
+        ("<begin>b", {"max_new_tokens": 30}),
+    ]
+    questions += [
+        ("c", {"until": ["<turn>", "e"], "max_tokens": 30, "temperature": 1, "do_sample": False})
+    ]
+    (x,), _ = both("generate_until", questions[0])
+    questions += [("a b", {"max_new_tokens": 30, "until": next(a for a in x[3:] if a.isascii())})]
+    x, y = both("generate_until", *questions)
+    assert x == y
+    assert all(x)
 
 
 @pytest.mark.slow

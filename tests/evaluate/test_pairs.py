@@ -11,6 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import data, hf
 from jaxtrain.data.enclosed import FIRST, MASK
+from jaxtrain.evaluate import scoring
 from jaxtrain.evaluate.intervals import interval
 from jaxtrain.evaluate.pairs import preferences
 from jaxtrain.evaluate.scoring import MaskedScorer
@@ -67,9 +68,10 @@ def test_each_token_is_scored_where_it_alone_is_masked(axes):
 
 
 @pytest.mark.slow
-def test_a_decoder_prefers_the_sentence_that_it_finds_likelier(tmp_path):
+def test_a_decoder_prefers_the_sentence_that_it_finds_likelier(tmp_path, monkeypatch):
     mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
     model = opened(mesh)
+    monkeypatch.setattr(scoring, "find_model", lambda folder: (folder, model.model, False))
     found = preferences(write_pairs(tmp_path / "pairs.csv"), model, mesh=mesh)["whole"]
 
     def nats(text):
