@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from jaxtrain.host import extras
 from jaxtrain.serve.answer import DEFAULT_LIMITS, Limits, line
@@ -128,7 +129,7 @@ class Request(NamedTuple):
     """What is passed on."""
 
     method: str
-    target: str
+    target: bytes | str
     headers: Sequence[tuple[bytes, bytes]]
     body: bytes
 
@@ -226,6 +227,7 @@ def make_front(
     from starlette.routing import Route
 
     choice, lost = Choice(replicas), (OSError, h11.RemoteProtocolError)
+    reading = 0  # bodies
 
     class Told(StreamingResponse):
         """An answer whose request ends with its client."""
@@ -271,24 +273,30 @@ def make_front(
             yield line({"error": {"message": FAILED, "type": "server_error"}})
 
     async def pass_on(request: Any) -> Response:
-        if sum(each.live for each in replicas) >= limits.requests * len(replicas):
+        nonlocal reading
+        if not has_key(request, key):
+            return refusal(401, NO_KEY)
+        if reading + sum(each.live for each in replicas) >= limits.requests * len(replicas):
             return refusal(429, "too many requests are being answered: try again later")
+        # Counted before anything is waited for, so that no more come in meanwhile.
+        reading += 1
         try:
             async with asyncio.timeout(limits.seconds):
                 raw = await body_of(request, limits.body)
+            if raw is None:
+                return refusal(413, f"the body is larger than {limits.body} bytes: send less")
+            raw, beginnings = await asyncio.to_thread(_prepared, raw, models)
         except TimeoutError:
             return refusal(408, f"the body took more than {limits.seconds:g} seconds")
         except ClientDisconnect:
             return Response(status_code=499)
-        if raw is None:
-            return refusal(413, f"the body is larger than {limits.body} bytes: send less")
-        try:
-            raw, beginnings = await asyncio.to_thread(_prepared, raw, models)
         except LookupError as error:
-            # The names are for those alone who may ask.
-            known = has_key(request, key)
-            return refusal(404, error.args[0]) if known else refusal(401, NO_KEY)
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+            return refusal(404, error.args[0])
+        finally:
+            reading -= 1
+        # As the client has encoded it: a decoded space or letter has no place in a request.
+        path = request.scope.get("raw_path") or quote(request.url.path).encode()
+        target = b"?".join(filter(None, (path, request.scope["query_string"])))
         parts = told(Request(request.method, target, request.headers.raw, raw), beginnings)
         work, watch = asyncio.ensure_future(anext(parts)), asyncio.ensure_future(gone(request))
         try:
@@ -299,7 +307,10 @@ def make_front(
                 work.cancel()
         if not work.done() or work.cancelled():
             return Response(status_code=499)
-        status, kind = work.result()
+        try:
+            status, kind = work.result()
+        except h11.LocalProtocolError as error:
+            return refusal(400, f"the request cannot be passed on ({error})")
         return Told(parts, status, {"cache-control": "no-cache"}, kind)
 
     async def health(request: Any) -> Response:
@@ -313,7 +324,7 @@ def make_front(
         for each in replicas:
             with contextlib.suppress(*lost):
                 if each.port is not None:
-                    asked = Request("GET", "/metrics", request.headers.raw, b"")
+                    asked = Request("GET", "/metrics", (), b"")
                     async with passed_on(each.port, asked) as (_, body):
                         texts.append(b"".join([part async for part in body]).decode())
         return PlainTextResponse(summed(texts) + _own(replicas))

@@ -190,6 +190,34 @@ def test_another_model_is_refused_by_the_front_itself():
         ] * 3
 
 
+def test_a_front_asks_for_the_key_and_counts_a_request_before_it_reads_its_body():
+    with fronting(StandIn(), key="k", requests=1) as ask:
+
+        def begin(key):
+            """Sends all of a request but its body."""
+            client = socket.create_connection(("127.0.0.1", ask.port), timeout=30)
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n"
+            client.sendall(f"{head}authorization: Bearer {key}\r\n\r\n".encode())
+            return client
+
+        with begin("wrong") as refused:
+            assert refused.recv(100).startswith(b"HTTP/1.1 401 ")
+        with begin("k"):
+            eventually(lambda: ask(body={"prompt": "a"})[0] == 429)
+        eventually(lambda: ask(body={"prompt": "a"})[0] == 200)
+
+
+def test_an_address_is_passed_on_as_it_is_encoded():
+    replica = StandIn()
+    with fronting(replica) as ask:
+        for path in ("/v1/%20x", "/v1/%C3%A9?a=%C3%A9%20b"):
+            assert ask(path, body={"prompt": "a"})[0] == 200
+            assert replica.bodies[-1][0].startswith(f"POST {path} HTTP/1.1")
+        with socket.create_connection(("127.0.0.1", ask.port), timeout=30) as client:
+            client.sendall(b"GET /v1/x?\xc3\xa9 HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
 class Counted:
     def __init__(self, port=1):
         self.port, self.live, self.given = port, 0, 0
