@@ -19,7 +19,7 @@ import numpy as np
 from jaxtrain.finetune.low_rank import LoRA
 from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import family_for
-from jaxtrain.hf.family import ModelConfig
+from jaxtrain.hf.family import ModelConfig, check_positive
 from jaxtrain.hf.table import by_tensor
 from jaxtrain.hf.weights import check_new
 from jaxtrain.host.paths import as_path, is_file, json_text, read_json
@@ -36,6 +36,9 @@ READ = "alpha_pattern lora_alpha peft_type r rank_pattern use_dora use_rslora"
 INERT = """auto_mapping base_model_name_or_path ensure_weight_tying exclude_modules fan_in_fan_out
 inference_mode layers_pattern layers_to_transform lora_dropout megatron_core peft_version
 qalora_group_size revision runtime_config target_modules task_type"""
+
+# Names that PEFT 0.21 takes for experts in a model that has some, also those of other kernels.
+AS_EXPERTS = (".gate_proj", ".up_proj", ".down_proj")
 
 
 def save(
@@ -58,14 +61,17 @@ def save(
       base: the name or folder of the base, which ``AutoPeftModel`` looks for.
 
     Raises:
-      ValueError: a kernel is no dense layer of theirs, or DoRA's of a part of one; the folder is
-        not empty.
+      ValueError: a kernel is no dense layer of theirs, or one that PEFT takes for experts, or
+        DoRA's of a part of one; the folder is not empty.
     """
     folder = as_path(folder)
     check_new(folder)
     chosen = family_for(model, family)
     rows, shapes = chosen.rows_of(model)
     widths = {name: leaf.shape[-1] for name, leaf in named_leaves(shapes).items()}
+    # Theirs have no padded vocabulary.
+    widths |= {name: model.vocab_size for name, row in rows.items() if row.vocab is not None}
+    mixture = any("{e}" in row.theirs for row in rows.values())
     tensors, ranks, alphas, targets, whole = {}, {}, {}, set(), False
     for (template, _), group in by_tensor(rows).items():
         parts = [kernels.get(row.ours) for row in group]
@@ -76,7 +82,11 @@ def save(
                 f"parameter {group[0].ours!r} is no kernel of a dense layer: export the run "
                 "without --adapter"
             )
-        magnitudes = [x.magnitude for x in parts if isinstance(x, Dora)]
+        magnitudes = [
+            np.asarray(x.magnitude, np.float32)[..., : widths[row.ours]]
+            for row, x in zip(group, parts, strict=True)
+            if isinstance(x, Dora)
+        ]
         if magnitudes and len(magnitudes) < len(parts):
             lacks = next(row.ours for row in group if row.ours not in kernels)
             raise ValueError(
@@ -94,7 +104,7 @@ def save(
                 rank = part.a.shape[-1]
                 a_LDR.append(np.asarray(part.a, np.float32))
                 b_LRF = np.asarray(part.b, np.float32) * (part.scale / scale)
-                block_LRF[..., first : first + rank, :] = b_LRF
+                block_LRF[..., first : first + rank, :] = b_LRF[..., : widths[row.ours]]
                 first += rank
             blocks.append(block_LRF)
         a_LRD = np.concatenate(a_LDR, axis=-1).swapaxes(-1, -2)
@@ -106,12 +116,18 @@ def save(
             tensors[f"{module}.lora_A.weight"] = np.ascontiguousarray(a_LRD[at])
             tensors[f"{module}.lora_B.weight"] = np.ascontiguousarray(b_LFR[at])
             if magnitudes:
-                m_LF = np.concatenate([np.asarray(x, np.float32) for x in magnitudes], axis=-1)
-                tensors[f"{module}.{MAGNITUDE}"] = m_LF[at]
+                tensors[f"{module}.{MAGNITUDE}"] = np.concatenate(magnitudes, axis=-1)[at]
         module = chosen.stored(model, template).removesuffix(".weight")
+        if mixture and module.endswith(AS_EXPERTS):
+            raise ValueError(
+                f"parameter {group[0].ours!r} is {module!r} of a {chosen.name}, and PEFT takes "
+                "that name for the experts': export the run without --adapter"
+            )
         # All behind the number of the layer: c_proj alone would be those of attention and MLP.
         targets.add(module.split("{l}.")[-1])
-        pattern = re.escape(module).replace(r"\{l\}", r"\d+")
+        # The numbers of its layers: those of another group may have another rank.
+        numbers = (str(l * group[0].stride + group[0].offset) for l in range(layers))
+        pattern = re.escape(module).replace(r"\{l\}", f"({'|'.join(numbers)})")
         ranks[pattern], alphas[pattern] = R, scale * R
         whole |= group[0].axes is None  # as a Conv1D of theirs has its weight
     rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
@@ -159,56 +175,82 @@ def read(
                 f"'{folder / CONFIG}' has {name} {value!r}, which is not read here: merge the "
                 "adapter into its model by PEFT, and give that with --init-from"
             )
+    alpha, dora = fields.get("lora_alpha", 8), bool(fields.get("use_dora"))
+    check_positive("lora_alpha", alpha)
+    stabilized = bool(fields.get("use_rslora"))
     tensors = dict(safetensors.tensors_in(folder, stem=WEIGHTS))
     chosen = family_for(model, family)
     rows, shapes = chosen.rows_of(model)
-    counts = {name: leaf.shape[0] for name, leaf in named_leaves(shapes).items()}
-    found, targets, dora = {}, [], bool(fields.get("use_dora"))
+    sizes = {name: leaf.shape for name, leaf in named_leaves(shapes).items()}
+    additions, targets = {}, []
     for group in by_tensor(rows).values():
-        names = group[0].names(counts[group[0].ours])
+        row, shape = group[0], sizes[group[0].ours]
+        names = row.names(*shape)
         modules = [chosen.stored(model, name).removesuffix(".weight") for name in names]
         has = [f"{PREFIX}{module}.lora_A.weight" in tensors for module in modules]
         if not any(has):
             continue
-        if not all(has) or group[0].first:
-            lacks = modules[0 if group[0].first else has.index(False)]
+        if row.lead > row.stacked:
+            raise ValueError(
+                f"'{folder}' has an addition to {modules[has.index(True)]!r}, and additions to "
+                "experts are not read here: merge the adapter into its model by PEFT"
+            )
+        if not all(has) or row.first:
+            lacks = modules[0 if row.first else has.index(False)]
             raise ValueError(
                 f"'{folder}' has no addition to {lacks!r} and has one to the same kernel of other "
                 "layers: give that one too, of zeros"
             )
+        kernel = row.their_shape(shape[row.lead :], model.vocab_size)
+        D, F = (kernel[i] for i in row.order(kernel))
 
-        def taken(kind: str, modules=modules, group=group) -> np.ndarray:
-            each = [
-                np.asarray(tensors.pop(f"{PREFIX}{module}.{kind}")[...], np.float32).T
-                for module in modules
-            ]
-            return np.stack(each) if group[0].stacked else each[0]
+        def taken(kind: str, modules=modules) -> list[np.ndarray]:
+            parts = (tensors.pop(f"{PREFIX}{module}.{kind}")[...] for module in modules)
+            return [np.asarray(part, np.float32).T for part in parts]
 
-        a_LDR, b_LRF = taken("lora_A.weight"), taken("lora_B.weight")
-        m_LF = taken(MAGNITUDE) if dora else None
-        rank = a_LDR.shape[-1]
-        # Ours have one alpha; what theirs has beside it goes into b.
-        alpha = _of_pattern(fields.get("alpha_pattern"), modules[0], fields["lora_alpha"])
-        b_LRF = b_LRF * np.float32(alpha / fields["lora_alpha"])
+        a_DR, b_RF = taken("lora_A.weight"), taken("lora_B.weight")
+        m_LF = np.stack(taken(MAGNITUDE)) if dora else None
+        # Layers here share one rank and one alpha. Zeros fill up the ranks, and b takes the ratio
+        # of a layer's scale to the common one.
+        ranks = [a.shape[-1] for a in a_DR]
+        rank = max(ranks)
+        layers = []
+        for module, a, b, r in zip(modules, a_DR, b_RF, ranks, strict=True):
+            if a.shape != (D, r) or b.shape != (r, F):
+                raise ValueError(
+                    f"'{folder}' has matrices {list(a.shape)} and {list(b.shape)} for {module!r}, "
+                    f"which has {D} inputs and {F} outputs: the adapter is another model's"
+                )
+            layer_alpha = _of_pattern(fields.get("alpha_pattern"), module, alpha)
+            ratio = layer_alpha / alpha * (rank / r) ** (0.5 if stabilized else 1)
+            fill = (0, rank - r)
+            layers.append(
+                (np.pad(a, ((0, 0), fill)), np.pad(b * np.float32(ratio), (fill, (0, 0))))
+            )
+        a_LDR, b_LRF = map(np.stack, zip(*layers, strict=True))
+        if not row.stacked:
+            a_LDR, b_LRF, m_LF = a_LDR[0], b_LRF[0], m_LF if m_LF is None else m_LF[0]
         for row in group:
-            part = row.place(b_LRF.shape[-1])
-            found[row.ours] = a_LDR, b_LRF[..., part], *([m_LF[..., part]] if dora else [])
+            part = row.place(F)
+            outputs = [b_LRF[..., part], *([m_LF[..., part]] if dora else [])]
+            padding = sizes[row.ours][-1] - outputs[0].shape[-1]  # of a padded vocabulary
+            outputs = [np.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, padding)]) for x in outputs]
+            additions[row.ours] = a_LDR, *outputs
             targets.append(f"^{re.escape(row.ours)}$={rank}")
     if tensors:
         raise ValueError(
             f"'{folder}' has the tensor {min(tensors)!r}, for which a {chosen.name} has no place"
         )
-    alpha, stabilized = float(fields["lora_alpha"]), bool(fields.get("use_rslora"))
-    return LoRA(1, tuple(targets), alpha, stabilized, dora), found
+    return LoRA(1, tuple(targets), float(alpha), stabilized, dora), additions
 
 
-def placed(params: PyTree, found: Mapping[str, tuple[np.ndarray, ...]]) -> PyTree:
-    """Returns parameters of which each kernel has the parts that :func:`read` has found."""
+def placed(params: PyTree, additions: Mapping[str, tuple[np.ndarray, ...]]) -> PyTree:
+    """Returns parameters of which each kernel has the parts that :func:`read` returns."""
 
     def place(name: str, x: Any) -> Any:
         if not isinstance(x, LowRank | Dora):
             return x
-        a, b, *magnitude = found[name]
+        a, b, *magnitude = additions[name]
         low = dataclasses.replace(getattr(x, "low", x), a=a, b=b)
         return Dora(low, *magnitude) if magnitude else low
 

@@ -11,7 +11,7 @@ from experiments.gpt import Config, outline
 from jaxtrain import hf
 from jaxtrain.build import make_experiment_mesh, make_state, natural
 from jaxtrain.finetune.low_rank import LoRA
-from jaxtrain.hf import adapters
+from jaxtrain.hf import adapters, safetensors
 from jaxtrain.models import decoder
 from jaxtrain.ops.linear import Dora, LowRank, merge
 from jaxtrain.run.main import parse
@@ -110,6 +110,8 @@ TARGETS = {
 NAMES = ["gpt2", "llama", pytest.param("phi3", marks=pytest.mark.slow)]
 OPTIONS = [{}, {"use_rslora": True}, {"rank_pattern": {"X": 2}, "alpha_pattern": {"X": 32}}]
 OPTIONS += [{"use_dora": True}]
+# X of layer 1 alone.
+OPTIONS += [{"use_rslora": True, "rank_pattern": {"1.X": 7}, "alpha_pattern": {"1.X": 64}}]
 
 
 def logits(params, config):
@@ -122,7 +124,11 @@ def test_their_adapters_have_their_logits_here(name, options, tmp_path):
     peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
     models.save(name, tmp_path / "base")
     base = models.transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    options = {k: x if x is True else dict.fromkeys([TARGETS[name][-1]], x["X"]) for k, x in options.items()}  # fmt: skip # noqa: E501
+    last = TARGETS[name][-1].removeprefix("mlp.")
+    options = {
+        k: x if x is True else {key.replace("X", f"(mlp[.])?{last}"): n for key, n in x.items()}
+        for k, x in options.items()
+    }
     how = peft.LoraConfig(r=4, lora_alpha=12, target_modules=TARGETS[name], **options)
     theirs = peft.get_peft_model(base, how).eval()
     torch.manual_seed(0)
@@ -145,12 +151,13 @@ def test_their_adapters_have_their_logits_here(name, options, tmp_path):
             (grads.low.a.swapaxes(1, 2), "lora_A.default.weight"),
             (grads.low.b.swapaxes(1, 2), "lora_B.default.weight"),
         ):
-            ours = TARGETS[name][-1]
             named = [
-                x.grad for path, x in theirs.named_parameters() if ours in path and end in path
+                x.grad
+                for path, x in theirs.named_parameters()
+                if "mlp." + last in path and end in path
             ]
-            last = torch.stack(named)
-            np.testing.assert_allclose(part, last, rtol=1e-3, atol=1e-4 * float(abs(last).max()))
+            grad = torch.stack(named)
+            np.testing.assert_allclose(part, grad, rtol=1e-3, atol=1e-4 * float(abs(grad).max()))
     assert np.abs(expected - logits(plain, config)).max() > 0.1
 
 
@@ -167,3 +174,52 @@ def test_our_adapters_have_our_logits_there(name, change, tmp_path):
         got = theirs(torch.tensor(TOKENS)).logits.numpy()
     np.testing.assert_allclose(got, logits(params, config), atol=1e-4)
     assert np.abs(got - logits(plain, config)).max() > 0.1
+
+
+def test_an_adapter_of_attention_is_read_over_experts(tmp_path):
+    sizes = {"positions": "rope", "norm": "rmsnorm", "bias": False, "mlp": "swiglu", "tied": False}
+    model = dataclasses.replace(MODEL, **sizes, experts=3, routing="softmax_normalised")
+    r = np.random.default_rng(0)
+    a, b, c, d = (r.normal(size=s).astype("f") for s in ((2, 32, 4), (2, 4, 32), (32, 4), (4, 64)))
+    kernels = {"blocks/attn/q/kernel": LowRank(None, a, b, 2.0)}
+    kernels["head/kernel"] = LowRank(None, c, d, 2.0)  # three more outputs than tokens
+    adapters.save(tmp_path / "a", model, kernels, family="mixtral")
+    _, additions = adapters.read(tmp_path / "a", model, family="mixtral")
+    np.testing.assert_array_equal(additions["blocks/attn/q/kernel"][1], b)
+    np.testing.assert_array_equal(additions["head/kernel"][1], d * (np.arange(64) < 61))
+    with pytest.raises(ValueError, match=r"q_proj', which has 64 inputs and 64 outputs"):
+        adapters.read(tmp_path / "a", dataclasses.replace(model, width=64), family="mixtral")
+    part = "base_model.model.model.layers.0.block_sparse_moe.experts.2.w1.lora_A.weight"
+    one, options = c[:4].T.copy(), {"max_shard_bytes": 1 << 20, "stem": adapters.WEIGHTS}
+    safetensors.write(tmp_path / "a", {part: (one.shape, one.dtype)}, [(part, one)], **options)
+    with pytest.raises(ValueError, match="additions to experts are not read here"):
+        adapters.read(tmp_path / "a", model, family="mixtral")
+
+
+MIXTURES = ["mixtral", "olmoe", "qwen3 moe", "qwen3 next", "gpt oss", "deepseek v3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MIXTURES)
+def test_adapters_of_models_with_experts_go_both_ways(name, tmp_path):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    models.save(name, base := tmp_path / "base")
+    config, plain = hf.read_config(base), hf.load(hf.open_weights(base))
+    family = hf.family_name(base)
+    # Kernels of one name have another rank in the layers before the stack.
+    first = "dense/0/attn/out" if name == "deepseek v3" else "attn/out"
+    targets = (f"{first}/kernel=2", "attn/[^/]*/kernel$", "head/kernel")
+    params, kernels = with_additions(LoRA(4, targets, alpha=6.0), plain)
+    adapters.save(tmp_path / "adapter", config, kernels, family=family, base=str(base))
+    with torch.no_grad():
+        adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+        got = adapted(torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(got, logits(params, config), atol=2e-4)
+    again, additions = adapters.read(tmp_path / "adapter", config, family=family)
+    read = adapters.placed(again.params(plain), additions)
+    np.testing.assert_allclose(logits(read, config), logits(params, config), atol=1e-4)
+    assert np.abs(got - logits(plain, config)).max() > 0.1
+    if "mlp" in params["blocks"]:
+        _, kernels = with_additions(LoRA(4, ("mlp/down",)), plain)
+        with pytest.raises(ValueError, match="PEFT takes that name for the experts'"):
+            adapters.save(tmp_path / "b", config, kernels, family=family)
