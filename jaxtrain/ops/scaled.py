@@ -44,6 +44,8 @@ from jaxtrain.sharding.stack import LayerOrder, Stack
 from jaxtrain.tree import COUNTS, SEPARATOR, PyTree, Unnamed
 
 E4M3, E5M2, E2M1 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn
+# The least number that XLA does not take for 0.
+LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
 # What is counted, of which operands.
 LOST, OPERANDS = ("saturated", "flushed"), ("activations", "weights", "gradients")
 
@@ -159,13 +161,14 @@ def _backward(recipe: str, kept: tuple[jax.Array, jax.Array], dy_NF: jax.Array):
     if of.dw is not None and of.dw[0].scale != "tensor":
         x_DN, dy_FN = (a.reshape(-1, a.shape[-1]).T for a in (x_ND, dy_NF))
         return dx_ND, _product(x_DN, dy_FN, *of.dw, w_DF.dtype)
-    scale = 1.0
+    scale = 1.0, 1.0
     if of.dw is not None:
         (x_ND, x_scale), (dy_NF, dy_scale) = map(rounded, (x_ND, dy_NF), of.dw)
-        scale = x_scale.reshape(()) * dy_scale.reshape(())
+        scale = x_scale.reshape(()), dy_scale.reshape(())
     rows = tuple(range(x_ND.ndim - 1))
     dw_DF = _dot(x_ND, dy_NF, (rows, rows), w_DF.dtype)
-    return dx_ND, (dw_DF * scale).astype(w_DF.dtype)
+    # One after the other, because XLA takes a product of two scales below 2^-126 for 0.
+    return dx_ND, (dw_DF * scale[0] * scale[1]).astype(w_DF.dtype)
 
 
 scaled_product.defvjp(_forward, _backward)
@@ -284,7 +287,9 @@ def _rounded_blocks(x_MK: jax.Array, how: Rounding) -> tuple[jax.Array, ...]:
         outer = jnp.ones((1,) * len(x_MK.shape))
         scale_MJ = _power_of_2(largest_MJ, how.dtype)
     else:  # scales of blocks are e4m3 times that of the tensor, which uses all of its range
-        outer = _scale(_largest(x_MJj.reshape(x_MK.shape)), how.dtype, _most(E4M3))
+        # Even the least e4m3 number times this is a scale that XLA does not take for 0.
+        least = LEAST_SCALE / float(jnp.finfo(E4M3).smallest_subnormal)
+        outer = _scale(_largest(x_MJj.reshape(x_MK.shape)), how.dtype, _most(E4M3), least)
         scale_MJ = _cast(largest_MJ / _most(how.dtype) / outer[..., None], E4M3)
         scale_MJ = scale_MJ.astype(jnp.float32)
     given = x_MJj / jnp.where(scale_MJ == 0, 1, scale_MJ * outer[..., None])
@@ -308,15 +313,20 @@ def _most(dtype: Any) -> float:
     return float(jnp.finfo(dtype).max)
 
 
-def _scale(largest: jax.Array, dtype: Any, times: float = 1.0) -> jax.Array:
-    """The scale by which the largest magnitude becomes the largest number; 1 of zeros."""
-    return jnp.where(largest == 0, 1, largest / (_most(dtype) * times))
+def _scale(
+    largest: jax.Array, dtype: Any, times: float = 1.0, least: float = LEAST_SCALE
+) -> jax.Array:
+    """The scale by which the largest magnitude becomes the largest number, and not below ``least``,
+    because XLA takes a scale below 2^-126 for 0, and 0 / 0 is NaN."""
+    return jnp.maximum(largest / (_most(dtype) * times), least)
 
 
 def _power_of_2(largest: jax.Array, dtype: Any) -> jax.Array:
     """The least power of 2, within e8m0's range, by which nothing exceeds the largest number."""
-    mantissa, exponent = jnp.frexp(largest / _most(dtype))
-    exponent = jnp.clip(exponent - (mantissa == 0.5), -126, 127)
+    # Without a quotient, because XLA takes one below 2^-126 for 0.
+    top_mantissa, top_exponent = math.frexp(_most(dtype))
+    mantissa, exponent = jnp.frexp(largest)
+    exponent = jnp.clip(exponent - top_exponent + (mantissa > top_mantissa), -126, 127)
     power = jnp.where(largest == 0, 1, jnp.ldexp(jnp.ones_like(largest), exponent))
     return jnp.where(jnp.isfinite(largest), power, jnp.nan)
 

@@ -139,6 +139,32 @@ def test_zeros_and_what_is_not_finite_stay_so(recipe):
     assert not np.isfinite(y[5]).any()  # so that a spoilt step is seen
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    ["fp8", "mxfp8", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fp8_tensor", "nvfp4"))],
+)
+def test_rows_near_the_least_normal_number_are_rounded_and_neither_nan_nor_0(recipe):
+    x, w, dy = (np.abs(a).clip(0.5, 1) for a in operands())
+    x[3, :8], w = 0, np.float32(1e3) * w
+
+    @jax.jit
+    def run(x, w, dy):
+        y, pullback = jax.vjp(functools.partial(scaled_product, recipe), x, w)
+        return y, *pullback(dy)
+
+    def close(result, exact):
+        assert np.linalg.norm(np.float64(result) - exact) / np.linalg.norm(exact) < 0.15
+
+    tiny, small = np.float32(1e-36), np.float32(1e-18)
+    y, dx, _ = run(tiny * x, w, tiny * dy)
+    # A scale of 1e-21 is a number, and the product of two is none.
+    *_, dw = run(small * x, w, small * dy)
+    x, w, dy = map(np.float64, (x, w, dy))
+    close(y, 1e-36 * x @ w)
+    close(dx, 1e-36 * dy @ w.T)
+    close(dw, 1e-36 * x.T @ dy)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_scale_of_a_split_tensor_is_that_of_the_whole(recipe):
     mesh = jt.make_mesh(data=2, fsdp=2, tensor=2)
