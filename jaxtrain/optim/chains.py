@@ -19,7 +19,7 @@ from jaxtrain.optim.averages import ema as ema_of
 from jaxtrain.optim.balance import balance_experts
 from jaxtrain.optim.masks import Mask, Multipliers, Stacked
 from jaxtrain.optim.options import keywords
-from jaxtrain.optim.rate import LearningRate, scale_by_learning_rate
+from jaxtrain.optim.rate import LearningRate, reduce_on_plateau, scale_by_learning_rate
 from jaxtrain.optim.reports import nodes
 from jaxtrain.optim.spikes import skip_spikes as skip_spikes_of
 from jaxtrain.optim.watching import watch
@@ -121,8 +121,8 @@ def make_optimizer(
       accumulate_ramp: other calls per update for the first ones, as pairs (calls, updates), by
         which the batch of an update grows; as there.
       plateau_factor: multiplies the learning rate where the loss (``update(..., value=)``) has not
-        fallen by 0.01 % in ``plateau_patience`` windows in a row; None never does. It is
-        ``optax.contrib.reduce_on_plateau``; under ``accumulate`` the loss is that of all calls.
+        fallen by 0.01 % of its magnitude in ``plateau_patience`` windows in a row; None never does.
+        See ``rate.reduce_on_plateau``; under ``accumulate`` the loss is that of all calls.
       plateau_patience: windows.
       plateau_window: updates in a window, whose losses are averaged.
       skip_spikes: leaves out an update whose loss (``update(..., value=)``) or gradient norm before
@@ -177,10 +177,10 @@ watch_bins
         raise ValueError("`plateau_patience` and `plateau_window` need `plateau_factor`: give it")
     plateau = None
     if plateau_factor is not None:
-        plateau = optax.contrib.reduce_on_plateau(
+        plateau = reduce_on_plateau(
             plateau_factor,
-            numerics.check_integer("plateau_patience", plateau_patience, low=1),
-            accumulation_size=numerics.check_integer("plateau_window", plateau_window, low=1),
+            patience=numerics.check_integer("plateau_patience", plateau_patience, low=1),
+            window=numerics.check_integer("plateau_window", plateau_window, low=1),
         )
     every = numerics.check_integer("accumulate", accumulate, low=1)
     watch_every = numerics.check_integer("watch_every", watch_every, low=0)

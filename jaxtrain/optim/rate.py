@@ -62,8 +62,8 @@ def scale_by_learning_rate(
     Args:
       learning_rate: a number, a traced scalar, or a schedule ``count -> rate``.
       groups: pairs of a name and a factor, or one for each layer, to report the rates of.
-      plateau: such as ``optax.contrib.reduce_on_plateau``, whose ``scale`` multiplies the rate;
-        ``update`` then takes ``value=``, the loss.
+      plateau: such as :func:`reduce_on_plateau`, whose ``scale`` multiplies the rate; ``update``
+        then takes ``value=``, the loss.
 
     Returns:
       A transformation whose state is a ``LearningRateState``.
@@ -96,6 +96,52 @@ def scale_by_learning_rate(
         scaled = lambda u: (-scale * rate_at(state.count, u.dtype) * u).astype(u.dtype)  # noqa: E731
         count, rate = optax.safe_increment(state.count), scale * rate_at(state.count)
         return jax.tree.map(scaled, updates), LearningRateState(count, rate, state.groups, watched)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def reduce_on_plateau(
+    factor: float | jax.Array, *, patience: int, window: int
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps a scale that is multiplied by ``factor`` where the loss no longer falls.
+
+    ``optax.contrib.reduce_on_plateau`` with the same state, for losses of either sign: optax asks
+    for less than 0.9999 times the best loss, and every loss near a negative best is less than that.
+
+    Args:
+      factor: above 0 and below 1.
+      patience: windows in a row whose mean loss is not below the best one by 0.01 % of the best
+        one's magnitude.
+      window: updates whose losses are averaged.
+
+    Returns:
+      A transformation that changes no update; its update takes ``value=``, the loss.
+
+    >>> tx = reduce_on_plateau(0.5, patience=2, window=1)
+    >>> state = tx.init(jnp.float32(0))
+    >>> for loss in (-5.0, -5.0, -4.0):
+    ...     _, state = tx.update((), state, value=loss)
+    >>> float(state.scale)
+    0.5
+    """
+    init = optax.contrib.reduce_on_plateau(0.5).init
+
+    def update(updates, state, params=None, *, value, **extra):
+        del params, extra
+        count = state.count + 1
+        mean = (state.count * state.avg_value + value) / count
+        full, best = count == window, state.best_value
+        # The best loss is infinite at first, and infinity less infinity would be NaN.
+        better = full & (mean < best * (1 - 1e-4 * jnp.sign(best)))
+        bad = jnp.where(better, 0, state.plateau_count + full)
+        reduces = full & (bad == patience)
+        return updates, state._replace(
+            scale=jnp.where(reduces, state.scale * factor, state.scale),
+            best_value=jnp.where(better, mean, best),
+            plateau_count=jnp.where(reduces, 0, bad),
+            count=jnp.where(full, 0, count),
+            avg_value=jnp.where(full, 0.0, mean),
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -1,5 +1,8 @@
 """The learning rate in the optimizer state, and finding it there."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from jaxtrain.optim import (
     make_optimizer,
     schedules,
 )
+from jaxtrain.optim.rate import reduce_on_plateau
 
 # A parameter with the very name, so that a search by path alone would find its moments.
 PARAMS = {"learning_rate": jnp.ones((4, 4)), "head": {"w": jnp.ones((4, 4))}, "b": jnp.ones(4)}
@@ -66,7 +70,7 @@ def plateau(losses, rate, factor, patience, window):
     for i in range(len(losses)):
         if (i + 1) % window == 0:
             mean = np.mean(losses[i + 1 - window : i + 1])
-            bad = 0 if mean < best * (1 - 1e-4) else bad + 1
+            bad = 0 if np.isinf(best) or best - mean > 1e-4 * abs(best) else bad + 1
             best = min(best, mean) if bad == 0 else best
             if bad == patience:
                 rate, bad = rate * factor, 0
@@ -74,15 +78,16 @@ def plateau(losses, rate, factor, patience, window):
     return rates
 
 
+@pytest.mark.parametrize("near", [1.0, -1.0])
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["adamw", pytest.param("lars", marks=pytest.mark.slow)])
-def test_the_rate_falls_where_the_loss_has_stopped_falling(name, every):
+def test_the_rate_falls_where_the_loss_has_stopped_falling(name, every, near):
     """Across calls of unequal weight, of which some are left out, and a stop in between."""
     given = {"plateau_factor": 0.5, "plateau_patience": 2, "plateau_window": 3}
     tx = make_optimizer(name, 0.2, **given, accumulate=every, skip_spikes=50.0, ema=0.9)
     step = jit(lambda w, state, x: tx.update(w, state, w, value=x[0], weight=x[1]))
     rng = np.random.default_rng(0)
-    losses = 1 + 0.1 * rng.random(60 * every).astype(np.float32)
+    losses = near + 0.1 * rng.random(60 * every).astype(np.float32)
     weights = rng.integers(1, 9, 60 * every).astype(np.float32)
     w, seen = jnp.ones((3, 3)), []
     state = tx.init(w)
@@ -99,3 +104,22 @@ def test_the_rate_falls_where_the_loss_has_stopped_falling(name, every):
     means = (pairs[0] * pairs[1]).sum(1) / pairs[1].sum(1)
     np.testing.assert_allclose(seen, plateau(means, 0.2, 0.5, 2, 3), rtol=1e-6)
     assert seen[-1] < 0.2 / 4
+
+
+def test_at_positive_losses_a_plateau_is_that_of_optax_to_the_bit():
+    """Therefore older checkpoints resume."""
+    losses = np.exp(np.random.default_rng(1).normal(size=80)).astype(np.float32)
+    losses[20], losses[50] = np.nan, np.inf
+
+    def run(tx):
+        def step(state, loss):
+            state = tx.update((), state, value=loss)[1]
+            return state, state
+
+        return jit(functools.partial(jax.lax.scan, step))(tx.init(jnp.float32(0)), losses)[1]
+
+    states = run(reduce_on_plateau(0.5, patience=3, window=2))
+    expected = run(optax.contrib.reduce_on_plateau(0.5, 3, accumulation_size=2))
+    chex.assert_trees_all_equal_shapes_and_dtypes(states, expected)
+    chex.assert_trees_all_equal(states, expected)
+    assert states.scale[-1] < 0.1
