@@ -234,6 +234,7 @@ def build_update(
     a parameter that trains or the new model state is not finite in any microbatch, the step is left
     out: parameters, optimizer state and model state stay as they are, ``weight`` and ``grad_norm``
     are 0, ``loss`` is NaN, ``skipped`` is the number of microbatches, and a loss scale is halved.
+    A gradient whose norm exceeds 1.8e19 counts as not finite, because the square is not a float32.
     No microbatch is left out alone: an overflow takes the largest gradients, and what remains is
     biased. So one rule holds with and without accumulation and in a pipeline, on every mesh; and
     with ``make_optimizer(accumulate=)``, whose updates are made of several steps, a step that is
@@ -277,12 +278,15 @@ def build_update(
         moved = [jnp.where(new == old, 0, new) for new, old in states if inexact(new)]
         # A step that a loss may leave out leaves out its noise.
         tested = () if sums.private else (sums.loss.total, sums.loss.weight)
-        finite = all_finite((training, tested, moved))
+        # The norm is not finite where a gradient is not, nor where its square is too large for the
+        # second moment of an optimizer, which would stay infinite.
+        grad_norm = optax.tree.norm(training)
+        finite = all_finite((grad_norm, tested, moved))
         loss = select(finite, sums.loss, jax.tree.map(jnp.zeros_like, sums.loss))
         usable = finite & counts
         metrics = loss.means() | {
             "weight": loss.weight,
-            "grad_norm": jnp.where(usable, optax.tree.norm(training), 0.0),
+            "grad_norm": jnp.where(usable, grad_norm, 0.0),
             "skipped": jnp.where(finite, 0, jnp.int32(sums.microbatches)),
         }
         # The optimizer may be any, and is given zeros for what does not train. What it makes of a

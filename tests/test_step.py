@@ -199,6 +199,17 @@ def test_a_step_that_is_not_finite_changes_no_parameter_and_no_optimizer_state(a
     chex.assert_tree_all_finite(recovered.params)
 
 
+def test_a_gradient_whose_square_overflows_leaves_the_step_out():
+    optimizer = jt.make_optimizer("adam", 0.1)
+    state = jt.init_state(lambda rng: {"w": jnp.ones(16)}, optimizer, jax.random.key(0))
+    step = jax.jit(jt.build_train_step(lambda params, batch, rng: params["w"] @ batch, optimizer))
+    state, metrics = step(state, jnp.full(16, 3e19))  # finite, and the norm 1.2e20 is too
+    assert int(metrics["skipped"]) == 1
+    state, metrics = step(state, jnp.ones(16))
+    assert int(metrics["skipped"]) == 0
+    np.testing.assert_allclose(state.params["w"], 0.9, rtol=1e-6)
+
+
 def test_model_state_that_is_not_finite_leaves_the_step_out():
     def loss(params, variance, batch, rng):
         return problems.loss_fn(params, batch, rng), variance + batch["extra"].sum()

@@ -296,23 +296,24 @@ def _groups(multipliers: Multipliers) -> tuple[tuple[str, Any], ...]:
 
 
 def clip_by_global_norm(limit: float | jax.Array, order: float) -> optax.GradientTransformation:
-    """optax's, of any order, with a derivative where the gradient is 0."""
+    """Scales updates whose norm of any order exceeds ``limit``, with a derivative where they are 0,
+    and without overflow where the norm itself is a number."""
 
     def norm_of(updates):
-        if order == 2:
-            square = optax.tree.norm(updates, squared=True)
-            return jnp.sqrt(jnp.where(square == 0, 1, square))
         sizes = jax.tree.leaves(jax.tree.map(jnp.abs, updates))
+        if order == 2:
+            return numerics.norm(sizes)
         largest = functools.reduce(jnp.maximum, (x.max(initial=0) for x in sizes))
-        largest = jnp.where(largest == 0, 1, largest)
-        # Powers of what is at most 1 do not overflow.
         if order == np.inf:
             return largest
-        return largest * sum(jnp.sum((x / largest) ** order) for x in sizes) ** (1 / order)
+        unit = jnp.where(largest == 0, 1, largest)
+        # Powers of what is at most 1 do not overflow.
+        return largest * sum(jnp.sum((x / unit) ** order) for x in sizes) ** (1 / order)
 
     def clip(updates, _):
         norm = norm_of(updates)
-        return jax.tree.map(lambda u: jnp.where(norm < limit, u, u / norm * limit), updates)
+        divisor = jnp.where(norm == 0, 1, norm)
+        return jax.tree.map(lambda u: jnp.where(norm < limit, u, u / divisor * limit), updates)
 
     return optax.stateless(clip)
 

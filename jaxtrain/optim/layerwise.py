@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxtrain.optim.masks import Stacked, layer_rows, stacked_axes
+from jaxtrain.optim.numerics import norm
 from jaxtrain.tree import LayerGroup
 
 
@@ -198,9 +199,7 @@ def _stateless(leaf: Any, stacked: Stacked, *masks: Any) -> optax.GradientTransf
 
 def _layer_norm(x: jax.Array, axes: int) -> jax.Array:
     """Euclidean norm over all but the first ``axes`` axes, which stay, with a gradient at 0."""
-    squares = jnp.sum(jnp.square(x), axis=tuple(range(axes, x.ndim)), keepdims=True)
-    positive = squares > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)
+    return norm([x], axis=tuple(range(axes, x.ndim)), keepdims=True)
 
 
 def _ratio_or_one(top: jax.Array, bottom: jax.Array) -> jax.Array:

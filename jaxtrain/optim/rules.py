@@ -134,6 +134,8 @@ OPTIONS = {
 
 # Below the rounding of any second moment: a root has no derivative where that is 0.
 _TINY = 1e-37
+# An eps of 0 would divide a gradient of 0 by 0.
+_above_0 = functools.partial(jnp.maximum, _TINY)
 _adam = functools.partial(optax.scale_by_adam, eps_root=_TINY)
 
 
@@ -210,7 +212,7 @@ def rmsprop(
 ) -> Stages:
     """RMSProp (Tieleman & Hinton 2012), with eps inside the root. Weight decay is coupled."""
     trace = _trace(momentum, nesterov, moment_dtype)
-    return [parts.decay, optax.scale_by_rms(decay=b2, eps=eps), trace, parts.rate]
+    return [parts.decay, optax.scale_by_rms(decay=b2, eps=_above_0(eps)), trace, parts.rate]
 
 
 @rule(learning_rate=1e-2)
@@ -247,7 +249,8 @@ def adafactor(
 def _by_factored_rms(*, eps: Any, **options: Any) -> optax.GradientTransformation:
     """optax's, in a unit in which ``eps`` to the power of -3/2, the derivative where the gradient
     is 0, is a number of float32."""
-    tx, scaled = optax.scale_by_factored_rms(epsilon=eps * 2.0**40, **options), optax.tree.scale
+    eps, scaled = _above_0(eps) * 2.0**40, optax.tree.scale
+    tx = optax.scale_by_factored_rms(epsilon=eps, **options)
 
     def update(grads, state, params=None):
         state = scaled(2.0**40, state)._replace(count=state.count)

@@ -570,7 +570,7 @@ def test_adam_ratio_is_the_rate_of_what_muon_leaves():
 
 
 @pytest.mark.parametrize(
-    "order", [*(pytest.param(p, marks=pytest.mark.slow) for p in (1.0, 3.0)), "max"]
+    "order", [*(pytest.param(p, marks=pytest.mark.slow) for p in (1.0, 3.0)), 2.0, "max"]
 )
 def test_clips_by_value_and_then_by_another_norm(order):
     """Of the mean of two weighted calls, whose powers would overflow."""
@@ -650,3 +650,22 @@ def test_a_step_has_a_derivative_where_gradients_are_0(name):
             h = 1e-3
             above, below = (after_two(start, 0.02 + x, options) for x in (h, -h))
             np.testing.assert_allclose(slopes[1], (above - below) / (2 * h), rtol=0.02)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if "eps" in keywords(RULES[name])])
+def test_without_eps_a_gradient_of_0_moves_nothing(name):
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    grads = {"w": jnp.zeros((4, 4)), "b": jnp.array([1.0, 0.0, 2.0, 0.0])}
+    tx = make_optimizer(name, 0.1, eps=0.0)
+    updates, _ = jit(tx.update)(grads, tx.init(params), params)
+    assert not np.asarray(updates["w"]).any()
+    np.testing.assert_array_equal(np.sign(updates["b"]), [-1, 0, -1, 0])
+    if name == "rmsprop":  # 1 / sqrt(1 - b2)
+        np.testing.assert_allclose(updates["b"][::2], -0.1 / np.sqrt(0.1), rtol=1e-6)
+
+
+def test_the_trust_ratio_of_lars_is_that_of_huge_gradients_too():
+    tx = make_optimizer("lars", 1.0, momentum=0.0, trust_coefficient=0.001, weight_decay=0.1)
+    params, grads = {"w": jnp.ones((4, 4))}, {"w": jnp.full((4, 4), 3e19)}
+    updates, _ = jit(tx.update)(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], -0.001, rtol=1e-5)  # |w| / |g| times g

@@ -71,8 +71,9 @@ def test_the_residual_stream_is_split_over_tensor_between_branches():
     train, _, mesh = compiled(tensor=8)
     program = read_program(train.compiled.as_text(), mesh)
     B, T, D = steps.ROWS, steps.CONFIG.seq_len, 64
-    # (The gradients of what several products read are reduced together.)
-    moved = [c for c in program.collectives if c.payload and c.payload % (4 * B * T * D) == 0]
+    # (The gradients of what several products read are reduced together, and with the norm's sum.)
+    size = 4 * B * T * D
+    moved = [c for c in program.collectives if c.payload >= size and c.payload % size <= 4]
     assert {c.axes for c in moved} == {("tensor",)}
     executions = collections.Counter()
     for c in moved:
