@@ -223,6 +223,7 @@ def compile_step(
     Warns:
       PrecisionWarning: most products of a step in bfloat16 or float16 are in float32.
     """
+    _check_arrays("batch", batch)
     mesh = mesh and automatic(mesh)
     if mesh is None or mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
@@ -433,6 +434,7 @@ def _check_like(what: str, wanted: PyTree, given: PyTree) -> None:
             f"the {what} has leaves {sorted(named_leaves(given))} and the step was compiled for "
             f"{sorted(named_leaves(wanted))}"
         )
+    _check_arrays(what, given)
     given = jax.eval_shape(lambda tree: tree, given)
     for (name, a), b in zip(named_leaves(wanted).items(), jax.tree.leaves(given), strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -440,6 +442,14 @@ def _check_like(what: str, wanted: PyTree, given: PyTree) -> None:
                 f"{what} leaf {name!r} is {b.dtype}{list(b.shape)} and the step was compiled "
                 f"for {a.dtype}{list(a.shape)}: keep shapes fixed; pad and mask the last batch"
             )
+
+
+def _check_arrays(what: str, tree: PyTree) -> None:
+    """Raises ValueError for a tensor of another library, such as PyTorch's DataLoader makes."""
+    for name, leaf in named_leaves(tree).items():
+        if hasattr(leaf, "numpy"):
+            kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
+            raise ValueError(f"{what} leaf {name!r} is a {kind}: give x.numpy()")
 
 
 def _shardings_on(state: PyTree, mesh: Mesh) -> PyTree:

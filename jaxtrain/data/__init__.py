@@ -60,6 +60,8 @@ from jaxtrain.data.packing import pack as pack
 from jaxtrain.data.packing import packed_shapes as packed_shapes
 from jaxtrain.data.packing import waste as waste
 from jaxtrain.data.poisson import PoissonBatches as PoissonBatches
+from jaxtrain.data.rows import RowStream as RowStream
+from jaxtrain.data.rows import as_rows as as_rows
 from jaxtrain.data.sources import Document as Document
 from jaxtrain.data.sources import Documents as Documents
 from jaxtrain.data.sources import Split as Split

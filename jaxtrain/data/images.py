@@ -9,7 +9,6 @@ import functools
 import hashlib
 import io
 import os
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import numpy as np
 from jaxtrain.data.blocks import BlockCache, key_of
 from jaxtrain.data.loader import spread
 from jaxtrain.data.masking import MaskedTokens
+from jaxtrain.data.rows import opened_npz
 from jaxtrain.data.sources import find_files, hash_fraction
 from jaxtrain.host import extras
-from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.paths import (
     as_path,
     exists,
@@ -404,24 +403,17 @@ def _arrays(
 ) -> tuple[Path | io.BytesIO, list[np.ndarray]]:
     """Reads arrays of an .npz, of which the first are images; those beyond ``needed`` it may lack.
     Returns what :func:`_content` gives of it besides."""
-    try:
-        content = _content(path)
-        with zipfile.ZipFile(content) as packed:
-            size = sum(each.file_size for each in packed.infolist())
-        if size > (there := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
-            raise ValueError(f"unpacked it is {human_bytes(size)}, of {human_bytes(there)} here")
-        with np.load(content, allow_pickle=False) as arrays:
-            kept = [name for name in names[needed:] if name in arrays] if needed else []
-            images, *rest = (arrays[name] for name in [*names[:needed], *kept])
-    except (ValueError, KeyError, OSError, EOFError, MemoryError, zipfile.BadZipFile) as error:
-        needs = " and ".join(names)
-        raise ValueError(f"'{path}' cannot be read: it needs {needs} ({error})") from None
+    content = _content(path)
+    failed = f"'{path}' cannot be read: it needs {' and '.join(names)}"
+    with opened_npz(content, failed) as arrays:
+        beyond = [name for name in names[needed:] if name in arrays] if needed else []
+        images, *labels = (arrays[name] for name in [*names[:needed], *beyond])
     if images.dtype not in (np.uint8, bool) and not np.issubdtype(images.dtype, np.floating):
         raise ValueError(
             f"'{path}' has images of {images.dtype}, whose range nobody knows: give uint8, or "
             "floats of the range to train on"
         )
-    return content, [images, *rest]
+    return content, [images, *labels]
 
 
 def _classes(labels: np.ndarray, path: Path) -> tuple[np.ndarray, tuple[str, ...]]:

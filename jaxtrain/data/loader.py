@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxtrain.data import blocks
+from jaxtrain.data.rows import RowStream, array_of, as_rows, fields_of_row
 from jaxtrain.host import storage
 
 Batch = dict[str, Any]
@@ -57,7 +58,8 @@ class Batches:
     SeedSequence, so that neighbouring seeds share no epoch. A batch may span two epochs.
 
     Args:
-      source: random access to rows; row 0 is read once, to know the shapes. One with a method
+      source: random access to rows, or data that :func:`jaxtrain.data.as_rows` makes such of; row
+        0 is read once, to know the shapes. One with a method
         ``row_order(seed=, global_batch=)`` brings its own order, as `Mixture` does: that returns
         what takes ``step * B + r`` to the row's index. One with ``__getitems__(indices)``, as
         `WorkerRows` has, gives the rows of a batch at once.
@@ -78,7 +80,7 @@ class Batches:
     """
 
     def __init__(self, source: RowSource, *, global_batch: int, seed: int, shuffle: bool = True):
-        _check(source, global_batch)
+        source = _checked(source, global_batch)
         if seed < 0:
             raise ValueError(f"`seed` is {seed}; give at least 0")
         self.source = source
@@ -88,7 +90,7 @@ class Batches:
         order = getattr(source, "row_order", None)
         self._order = order(seed=seed, global_batch=global_batch) if order else None
         self._shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        row = {name: np.asarray(value) for name, value in source[0].items()}
+        row = {name: array_of(value, name) for name, value in fields_of_row(source, 0).items()}
         self.shapes = {
             name: jax.ShapeDtypeStruct((global_batch, *value.shape), value.dtype)
             for name, value in row.items()
@@ -181,12 +183,21 @@ class Batches:
             lambda: together(wanted) if together else _all_of(one, wanted),
             f"the rows of batch {step}",
         )
-        return {
-            name: np.stack([row[name] for row in read])
-            if read
-            else np.zeros((0, *array.shape[1:]), array.dtype)
-            for name, array in self.shapes.items()
-        }
+        return {name: _stacked(read, name, array) for name, array in self.shapes.items()}
+
+
+def _stacked(rows: Sequence[Any], name: str, array: jax.ShapeDtypeStruct) -> np.ndarray:
+    if not rows:
+        return np.zeros((0, *array.shape[1:]), array.dtype)
+    try:
+        return np.stack(
+            [getattr(row, name) if isinstance(row, tuple) else row[name] for row in rows]
+        )
+    except (KeyError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"rows of a batch are unlike in '{name}' ({error}): give each row the arrays of row 0, "
+            "of the same shapes; pad, and mask the padding"
+        ) from None
 
 
 def _all_of(one: Callable[[int], Any], wanted: Sequence[int]) -> list[Any]:
@@ -291,7 +302,7 @@ def eval_batches(
     >>> [batch["x"][:, 0].tolist() for batch in eval_batches(rows, 2)]
     [[1, 2], [3, 0]]
     """
-    _check(source, global_batch)
+    source = _finite(source, global_batch)
     count = -(-len(source) // global_batch)
     return _in_order(_Rows(source, range(count * global_batch)), global_batch, count, sharding)
 
@@ -312,7 +323,7 @@ def whole_batches(
     >>> [(batch["x"][:, 0].tolist(), count) for batch, count in whole_batches(rows, 4)]
     [([1, 2, 3, 4], 4), ([5, 6, 5, 6], 2), ([7, 7, 7, 7], 1)]
     """
-    _check(source, global_batch)
+    source = _finite(source, global_batch)
     whole, left = divmod(len(source), global_batch)
     counts, places = [global_batch] * whole, list(range(whole * global_batch))
     while left:
@@ -388,7 +399,8 @@ class _Rows:
 
     @functools.cached_property
     def _zeros(self) -> dict[str, Any]:
-        return {name: np.zeros_like(value) for name, value in self._source[0].items()}
+        row = fields_of_row(self._source, 0)
+        return {name: np.zeros_like(value) for name, value in row.items()}
 
 
 def part_of(source: RowSource, index: int, start: int, stop: int) -> dict[str, Any]:
@@ -399,8 +411,18 @@ def part_of(source: RowSource, index: int, start: int, stop: int) -> dict[str, A
     return {name: value[..., start:stop] for name, value in source[index].items()}
 
 
-def _check(source: RowSource, global_batch: int) -> None:
-    if len(source) < 1:
+def _checked(source: Any, global_batch: int) -> RowSource:
+    source = as_rows(source)
+    if not isinstance(source, RowStream) and len(source) < 1:
         raise ValueError(f"the source {source!r} has no rows")
     if global_batch < 1:
         raise ValueError(f"`global_batch` is {global_batch}; give at least 1")
+    return source
+
+
+def _finite(source: Any, global_batch: int) -> RowSource:
+    if isinstance(source, RowStream):
+        raise ValueError(
+            "rows to evaluate on are a RowStream, which has no end: give a list of rows"
+        )
+    return _checked(source, global_batch)

@@ -59,6 +59,12 @@ def host_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def check_fits(size: int) -> None:
+    """Raises ValueError where data of so many bytes, once unpacked, is larger than the memory."""
+    if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+        raise ValueError(f"unpacked it is {human_bytes(size)}, of {human_bytes(memory)} here")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that XLA found too little memory, compiling or running a program."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)

@@ -261,10 +261,16 @@ class Config:
         """Returns the arguments of an experiment that are its data.
 
         Args:
-          train: rows to train on, in an order by ``seed`` (:class:`jaxtrain.data.Batches`).
+          train: rows to train on, in an order by ``seed`` (:class:`jaxtrain.data.Batches`): a list
+            of dicts, a dataset, arrays by name, a path of such in an .npz, or a
+            :class:`jaxtrain.data.RowStream`.
           held_out: rows to evaluate on, or several sets of them by name. The loss weights them; if
             it is a scalar, all weigh the same.
+
+        Raises:
+          ValueError: it is something else, such as an iterator.
         """
+        train = data.as_rows(train)
 
         def passes(rows: data.RowSource) -> EvalBatches:
             size = self.global_batch
@@ -285,7 +291,12 @@ class Config:
             ),
         }
         if held_out is not None:
-            sets = held_out if isinstance(held_out, Mapping) else {"": held_out}
+            # Arrays by name are one set, and rows by name are several.
+            is_one = not isinstance(held_out, Mapping) or hasattr(
+                next(iter(held_out.values()), None), "dtype"
+            )
+            sets = {"": held_out} if is_one else held_out
+            sets = {name: data.as_rows(rows) for name, rows in sets.items()}
             found["eval_batches"] = {name: passes(rows) for name, rows in sets.items()}
         return found
 
@@ -310,6 +321,8 @@ class Config:
         ):
             if value:
                 raise ValueError(f"`{name}` is {value} and training is private: {why}")
+        if isinstance(rows, data.RowStream):
+            raise ValueError("training is private and its rows are a stream: give rows by number")
         if isinstance(rows, data.PoissonClients):  # whose rounds have the noise, not their steps
             size = {"global_batch": self.global_batch, "seed": self.seed}
             return data.Batches(rows, **size), {"engine": plain}
@@ -347,7 +360,7 @@ def _check_outline(experiment: Experiment) -> None:
 
 
 def _steps_per_epoch(rows: data.RowSource, global_batch: int) -> fractions.Fraction | None:
-    if isinstance(rows, data.Mixture | data.GrowingRows):
+    if isinstance(rows, data.Mixture | data.GrowingRows | data.RowStream):
         return None
     if global_batch < 1:  # which Batches refuses
         return None

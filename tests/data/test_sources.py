@@ -149,15 +149,15 @@ def test_small_files_of_rows_have_both_sides(tmp_path_factory, count, held_out, 
     path.write_text("\n".join(json.dumps({"text": str(i), "label": i}) for i in range(count)))
     ranks = {f"{path.name}:{i + 1}": hash_fraction(f"{path.name}:{i + 1}") for i in range(count)}
     below = {row for row in ranks if ranks[row] < held_out}
-    wanted = below or {min(ranks, key=ranks.get)}
-    wanted -= set() if len(wanted) < count else {max(ranks, key=ranks.get)}
+    expected = below or {min(ranks, key=ranks.get)}
+    expected -= set() if len(expected) < count else {max(ranks, key=ranks.get)}
     split = text_folder(path, held_out=held_out)
-    assert {document.name for document in split.held_out} == wanted
-    assert {document.name for document in split.train} == ranks.keys() - wanted
-    assert {d.name for part in split.held_out.files.cut(40) for d in part} == wanted
+    assert {document.name for document in split.held_out} == expected
+    assert {document.name for document in split.train} == ranks.keys() - expected
+    assert {d.name for part in split.held_out.files.cut(40) for d in part} == expected
     train, rows = read_rows(path, ["text"], held_out=held_out)
-    assert {f"{path.name}:{row['label'] + 1}" for row in rows} == wanted
-    assert len(train) == count - len(wanted)
+    assert {f"{path.name}:{row['label'] + 1}" for row in rows} == expected
+    assert len(train) == count - len(expected)
 
 
 def test_a_store_without_its_manifest_is_named(tmp_path):
