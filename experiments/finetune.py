@@ -30,7 +30,7 @@ from jaxtrain.hf import hub
 from jaxtrain.host.paths import as_path
 from jaxtrain.run import main as run
 from jaxtrain.run import trained
-from jaxtrain.run.options import OptimizerOptions, RunOptions
+from jaxtrain.run.options import OptimizerOptions, RunOptions, StartOptions
 from jaxtrain.run.provenance import read_record
 from jaxtrain.run.refusal import refusing
 
@@ -179,7 +179,7 @@ def kind_of(config: Config, form: str) -> str:
 
 def _of_run(flags: Sequence[str]) -> types.ModuleType | None:
     """The experiment of the run that the flags resume, if they name one."""
-    options, _ = tyro.cli(RunOptions, args=flags, return_unknown_args=True, add_help=False)
+    options, _ = tyro.cli(StartOptions, args=flags, return_unknown_args=True, add_help=False)
     if options.run_dir is None or not (options.resume or options.auto_resume):
         return None
     name = (read_record(as_path(options.run_dir)) or {}).get("module")

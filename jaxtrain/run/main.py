@@ -11,9 +11,11 @@ import difflib
 import fractions
 import functools
 import importlib
+import io
 import math
 import pathlib
 import sys
+import traceback
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
@@ -437,15 +439,47 @@ def _read_flags(
         default = dataclasses.replace(default, epochs=None)
     if default is not None and "--epochs" in typed:
         default = dataclasses.replace(default, steps=config_type.steps)
+    # The default of the one that is typed only stands in until tyro sets it.
+    counts = {"eval_every": 1, "eval_epochs": 1.0}
+    for name, stand_in in counts.items():
+        if default is not None and {f"--{name}", f"--{name.replace('_', '-')}"} & typed:
+            others = dict.fromkeys(counts.keys() - {name}, 0)
+            run = dataclasses.replace(default.run, **others, **{name: stand_in})
+            default = dataclasses.replace(default, run=run)
     defaults = {} if default is None else {"default": default}
     refuse_aliases(config_type, arguments)
-    config = tyro.cli(config_type, args=arguments, prog=program, **defaults)
+    config = _parsed(config_type, args=arguments, prog=program, **defaults)
     if default is not None:
         options.mark_recorded(
             getattr(config, "optimizer", None), getattr(default, "optimizer", None)
         )
     typed = {word.removeprefix("--").replace("-", "_") for word in typed}
     return config.filled(typed) if hasattr(config, "filled") else config
+
+
+def _parsed(config_type: type, **how: Any) -> Any:
+    """Parses flags as ``tyro.cli`` does, but raises what the config's own ``__post_init__`` raises:
+    tyro would print it in a box, with names of fields."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(config_type, **how)
+    except SystemExit as exited:
+        error = exited.__context__
+        while error is not None and not _is_own(error):
+            error = error.__context__
+        if error is not None:
+            printed.truncate(0)
+            raise error from None
+        raise
+    finally:
+        sys.stderr.write(printed.getvalue())
+
+
+def _is_own(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    names = {frame.f_code.co_name for frame, _ in frames}
+    return isinstance(error, ValueError) and "__post_init__" in names
 
 
 def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> Any:
@@ -456,7 +490,7 @@ def run_to_resume(config_type: type, arguments: Sequence[str] | None = None) -> 
     ValueError where the run's folder holds flags that cannot be.
     """
     start, _ = tyro.cli(
-        options.RunOptions,
+        options.StartOptions,
         args=arguments,
         prog=program_name(),
         return_unknown_args=True,

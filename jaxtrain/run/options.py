@@ -143,8 +143,8 @@ class RunOptions:
             )
         if self.early_stop_patience and not (self.eval_every or self.eval_epochs):
             raise ValueError(
-                f"`early_stop_patience` is {self.early_stop_patience} and `eval_every` 0: give the "
-                "steps between evaluations too"
+                f"`early_stop_patience` is {self.early_stop_patience} and nothing is evaluated "
+                "before the end: give `eval_every` or `eval_epochs` too"
             )
         if self.early_stop_min_change and not self.early_stop_patience:
             raise ValueError(
@@ -174,6 +174,16 @@ class RunOptions:
     def saves_best(self) -> bool:
         """Whether the best evaluation is saved: where it is asked for, or may end up behind."""
         return self.save_best or self.early_stop_patience > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StartOptions:
+    """The run options that say whether to resume, which are read before the others have their
+    defaults: of themselves they are always valid."""
+
+    run_dir: str | None = None
+    resume: bool = False
+    auto_resume: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxtrain as jt
 from experiments import finetune, gpt
 from jaxtrain import cli, data, hf
 from jaxtrain.build import rows_of
@@ -17,7 +18,7 @@ from jaxtrain.data.store import source_of
 from jaxtrain.finetune.preferences import Preference
 from jaxtrain.models import decoder, encoder, encoder_decoder, vit
 from jaxtrain.run import trained
-from jaxtrain.run.main import load_config
+from jaxtrain.run.main import load_config, run_to_resume
 from jaxtrain.run.observe.summary import since_start
 
 SIZES = {"layers": 2, "width": 16, "heads": 2}
@@ -155,6 +156,27 @@ def test_what_is_typed_comes_before_the_defaults(made):
     assert (module, config.steps, config.epochs) == (gpt, 7, None)
     assert (config.optimizer.learning_rate, config.run.save_best) == (0.1, False)
     assert (config.optimizer.name, config.optimizer.weight_decay) == ("adamw", 0.01)
+
+
+def test_early_stopping_takes_one_flag_and_typed_steps_replace_default_epochs(made, capsys):
+    flags = ["--init-from", str(made / "decoder"), "--data", str(made / "chat.jsonl")]
+    flags += ["--early-stop-patience", "3"]
+
+    def run_of(*more):
+        assert run_to_resume(gpt.Config, [*flags, *more]) is None
+        config = load_config("experiments.finetune", [*flags, *more], command="plan")[1]
+        return config.run.early_stop_patience, config.run.eval_every, config.run.eval_epochs
+
+    assert run_of() == (3, 0, 1.0)
+    assert run_of("--eval-every", "5") == (3, 5, 0.0)
+    assert run_of("--eval_epochs=0.5") == (3, 0, 0.5)
+    for arguments in ([*flags, "--eval-every", "5", "--eval-epochs", "2"], flags[4:]):
+        main = finetune.main if len(arguments) > 2 else lambda x: jt.main(gpt.Config, gpt.build, x)
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        said = capsys.readouterr().err
+        assert re.fullmatch(r"error: (--eval-every is 5|--early-stop-patience is 3) and .*\n", said)
+        assert "`" not in said
 
 
 def test_the_help_is_that_of_the_experiment_once_model_and_data_are_named(made):

@@ -153,7 +153,7 @@ def train_with(texts, flags):
     [
         ("--steps", "99999999999999999999", "--steps is 99999999999999999999"),
         ("--steps", "0", "--steps is 0"),
-        ("--seed", "99999999999999999999", "`seed` is"),
+        ("--seed", "99999999999999999999", "--seed is"),
         ("--optimizer.accumulate", "0", "--optimizer.accumulate is 0"),
         ("--accumulate", "0", "error: --accumulate is 0: give at least 1"),
         ("--steps-per-call", "0", "--steps-per-call is 0: give at least 1"),
@@ -163,9 +163,9 @@ def train_with(texts, flags):
         ("--run-dir", "http://x/y", "is in no storage known here (http://)"),
         ("--run-dir", "/dev/null/run", "Not a directory"),
         ("--resume", "--overwrite", "--resume continues a run and --overwrite deletes it"),
-        ("--save-every", "-1", "`save_every` is -1"),
-        ("--log-every", "0", "`log_every` is 0"),
-        ("--save-minutes", "nan", "`save_minutes` is nan"),
+        ("--save-every", "-1", "--save-every is -1"),
+        ("--log-every", "0", "--log-every is 0"),
+        ("--save-minutes", "nan", "--save-minutes is nan"),
     ],
 )
 def test_what_the_fuzzing_found_in_flags(dry, texts, flag, value, words):

@@ -162,7 +162,11 @@ def test_a_run_ends_alike_killed_as_it_ends_and_asked_to_stop_in_an_evaluation(t
 @pytest.mark.parametrize(
     ("options", "changes", "words"),
     [
-        ({"early_stop_patience": 2}, {}, "`early_stop_patience` is 2 and `eval_every` 0: give the"),
+        (
+            {"early_stop_patience": 2},
+            {},
+            "`early_stop_patience` is 2 and nothing is evaluated before the end: give",
+        ),
         (
             {"early_stop_min_change": 0.1},
             {},
