@@ -34,7 +34,7 @@ from jaxtrain.sharding.mesh import platform as device_platform
 from jaxtrain.sharding.offload import is_on_host
 from jaxtrain.sharding.overlap import compile_hiding
 from jaxtrain.sharding.placement import report_finding, tracing_on
-from jaxtrain.sharding.rules import LARGE, Rule, Rules, batch_shardings
+from jaxtrain.sharding.rules import LARGE, Rule, Rules, batch_shardings, copied
 from jaxtrain.sharding.specs import axes_of
 from jaxtrain.state import TrainState, host_bytes, local_bytes, shapes_on
 from jaxtrain.tree import PyTree, named_leaves
@@ -130,9 +130,10 @@ class CompiledStep:
         # device_put would take longer to find out that there is nothing to do.
         if self.batch_shardings is None:
             there = all(isinstance(x, jax.Array) for x in leaves)
-            return batch if there else jax.device_put(batch)
+            return batch if there else jax.device_put(copied(batch))
         if all(map(_lies, leaves, jax.tree.leaves(self.batch_shardings))):
             return batch
+        batch = copied(batch)
         if jax.process_count() == 1:
             return jax.device_put(batch, self.batch_shardings)
         if not self._compared:

@@ -118,6 +118,25 @@ def test_numpy_batches_are_split_over_the_batch_axes():
     assert train.place(placed)["x"] is placed["x"]
 
 
+def test_numpy_batches_may_be_filled_anew_while_the_step_still_reads_them():
+    """JAX on a CPU computes with the memory of arrays that begin at a multiple of 64 bytes."""
+    mesh = jt.make_mesh(devices=jax.devices()[:1])
+    state = jt.init_state(problems.init, OPTIMIZER, jax.random.key(0), mesh=mesh)
+    batch = problems.make_batch()
+    for name, x in batch.items():
+        memory = np.empty(x.nbytes + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        batch[name] = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+        batch[name][:] = x
+    train = jt.compile_step(STEP, state, batch, mesh=mesh)
+    on_mesh, alone = train.place(batch), jt.compile_step(STEP, state, batch).place(batch)
+    local = jt.from_local_rows(batch, mesh)
+    for x in batch.values():
+        x[:] = 0
+    for placed in (on_mesh, alone, local):
+        jax.tree.map(np.testing.assert_array_equal, placed, problems.make_batch())
+
+
 def test_compiling_needs_no_arrays():
     mesh = jt.make_mesh(fsdp=8)
     shapes = jt.abstract_state(problems.init, OPTIMIZER, mesh=mesh)

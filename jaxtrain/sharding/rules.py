@@ -246,6 +246,18 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(axes) if axes else P())
 
 
+def copied(batch: PyTree) -> PyTree:
+    """Returns a batch whose NumPy arrays are copies, so that the caller may fill them anew at once.
+
+    JAX on a CPU computes with the memory of an aligned NumPy array, and a step that was called may
+    still have to read it.
+
+    Args:
+      batch: arrays; those of JAX are passed on.
+    """
+    return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, batch)
+
+
 def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     """Makes one global batch of the rows that each process has read for itself.
 
@@ -274,7 +286,7 @@ def from_local_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     here = len({str(i) for i in rows.addressable_devices_indices_map((parts,)).values()})
 
     def place(name: str, x: Any) -> jax.Array:
-        x = np.asarray(x)
+        x = np.array(x)  # a copy, as `copied` explains
         if x.ndim == 0:
             return jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x)
         if x.shape[0] % here:
