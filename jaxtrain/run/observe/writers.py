@@ -5,6 +5,7 @@ import datetime
 import json
 import logging
 import math
+import re
 import socket
 import struct
 import sys
@@ -19,7 +20,14 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import storage
-from jaxtrain.host.paths import is_remote, json_object, make_folder, read_if_there, write_whole
+from jaxtrain.host.paths import (
+    is_remote,
+    json_object,
+    listed,
+    make_folder,
+    read_if_there,
+    write_whole,
+)
 from jaxtrain.run.folder import LOG, TENSORBOARD
 from jaxtrain.run.hook import Value
 
@@ -30,6 +38,7 @@ UPLOAD_SECONDS = 10.0
 # How long the end of a run waits for a log that cannot be written; a host that is taken away may
 # leave no more than half a minute.
 CLOSE_SECONDS = 10.0
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.([0-9]{10})\.")
 
 
 class Histogram(NamedTuple):
@@ -145,9 +154,16 @@ class TensorBoardWriter(FileWriter):
         # TensorBoard drops what earlier files hold from the purge step on.
         purge = 0 if resume_step is None else resume_step + 1
         directory = epath.Path(directory)
-        storage.retrying(lambda: make_folder(directory), f"the folder {directory}")
-        # TensorBoard reads files in the order of their names.
-        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}"
+
+        def names() -> list[str]:
+            make_folder(directory)
+            return [path.name for path in listed(directory)]
+
+        # TensorBoard reads files in the order of their names. A new file must come behind the
+        # earlier ones, also if the clock has been set back since.
+        matches = map(_EVENT_FILE.match, storage.retrying(names, f"the folder {directory}"))
+        seconds = max([int(time.time()), *(int(match[1]) + 1 for match in matches if match)])
+        name = f"events.out.tfevents.{seconds:010}.{socket.gethostname()}"
         self._file = GrowingFile(directory / name, b"", clock)
         self._append(Event(file_version="brain.Event:2"))
         self._append(Event(step=purge, session_log=SessionLog(status=SessionLog.START)))

@@ -312,8 +312,9 @@ def test_logs_on_a_disk_that_is_full_for_a_while(tmp_path, caplog):
         assert sorted(read_curves(disk / "tensorboard")["loss"]) == list(range(201))
 
 
-def test_tensorboard_shows_one_curve_after_a_resume(tmp_path, monkeypatch):
-    seconds = itertools.count(1_700_000_000, 100)
+@pytest.mark.parametrize("passed", [100, 0, -7200])  # also within a second, and after a clock jump
+def test_tensorboard_shows_one_curve_after_a_resume(passed, tmp_path, monkeypatch):
+    seconds = itertools.count(1_700_000_000, passed)
 
     def run(values: dict[int, float], resume_step: int | None) -> dict[int, float]:
         started = next(seconds)
