@@ -2,7 +2,9 @@
 
 import contextlib
 import http.server
+import socket
 import threading
+import time
 from typing import Any
 
 # How many may be connected at a time, and how long one may say nothing.
@@ -17,12 +19,22 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, *args: Any, connections: int = CONNECTIONS):
         self._places = threading.BoundedSemaphore(connections)
+        # Connections that have not sent the whole head of a request, and when their time is over.
+        self.waiting_for: dict[socket.socket, float] = {}
         super().__init__(*args)
 
     def start(self, name: str) -> None:
         """Serves in a thread of this name, until ``shutdown``."""
         # Seconds between two looks at whether it is to end.
         threading.Thread(target=self.serve_forever, args=(0.05,), name=name, daemon=True).start()
+
+    def service_actions(self) -> None:
+        """Closes connections that send their request too slowly; ``serve_forever`` calls this
+        between requests, because a byte now and then would hold a place for ever."""
+        for connection, until in list(self.waiting_for.items()):
+            if time.monotonic() > until:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):
@@ -44,8 +56,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
     wbufsize = -1  # Headers and body leave in one packet, and none waits for an acknowledgement.
 
     def handle(self) -> None:
-        with contextlib.suppress(ConnectionError):  # Whoever asked has gone.
-            super().handle()
+        waiting_for = self.server.waiting_for
+        waiting_for[self.connection] = time.monotonic() + self.timeout
+        try:
+            with contextlib.suppress(ConnectionError):  # Whoever asked has gone.
+                super().handle()
+        finally:
+            waiting_for.pop(self.connection, None)
+
+    def finish(self) -> None:
+        with contextlib.suppress(ConnectionError):  # The last bytes found nobody either.
+            super().finish()
+
+    def parse_request(self) -> bool:
+        is_request = super().parse_request()
+        self.server.waiting_for.pop(self.connection, None)
+        return is_request
 
     def answer(self, body: bytes, *, status: int = 200, **headers: str) -> None:
         """Sends an answer; ``Content_Type`` names a header."""

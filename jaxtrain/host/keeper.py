@@ -41,9 +41,12 @@ class Keeper:
 
     def __init__(self, host: str):
         self.objects: dict[str, bytes] = {}
-        token, here = secrets.token_urlsafe(16), host if host.startswith("127.") else ""
+        token = secrets.token_urlsafe(16)
         handler = type("Handler", (_Handler,), {"objects": self.objects, "token": token})
-        self._server = answering.Server((here, 0), handler, connections=CONNECTIONS)
+        try:
+            self._server = answering.Server((host, 0), handler, connections=CONNECTIONS)
+        except OSError:  # An address of a machine in front, which passes connections on.
+            self._server = answering.Server(("", 0), handler, connections=CONNECTIONS)
         self.address = f"{host}:{self._server.server_port}/{token}"
 
     def __enter__(self) -> Self:
@@ -93,8 +96,13 @@ class _Handler(answering.Handler):
             sizes = {each: len(data) for each, data in self._below(below)}
             self.answer(json.dumps(sizes).encode())
         elif self.command == "PUT":
-            self.objects[name] = self.rfile.read(int(self.headers["Content-Length"]))
-            self.answer(b"")
+            length = self.headers.get("Content-Length", "")
+            body = self.rfile.read(int(length)) if length.isdecimal() else b""
+            if length != str(len(body)):  # The request was cut off: the object stays as it was.
+                self.answer(b"", status=HTTPStatus.BAD_REQUEST)
+            else:
+                self.objects[name] = body
+                self.answer(b"")
         elif self.command == "DELETE":
             for each, _ in self._below(name):
                 self.objects.pop(each, None)

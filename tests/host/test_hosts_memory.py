@@ -124,6 +124,31 @@ def test_keepers_take_nothing_from_strangers(hosts):
     assert one.objects == before
 
 
+@pytest.mark.parametrize("head", ["Content-Length: 9", "Content-Length: -1", "Host: here"])
+def test_a_keeper_takes_no_object_that_is_cut_off(hosts, head):
+    one, *_ = hosts
+    before = dict(one.objects)
+    host, _, token = one.address.partition("/")
+    with socket.create_connection(host.split(":"), timeout=5) as peer:
+        peer.sendall(f"PUT /{token}/{PIECE} HTTP/1.1\r\n{head}\r\n\r\ncut".encode())
+        peer.shutdown(socket.SHUT_WR)
+        assert b" 400 " in peer.recv(100)
+    assert one.objects == before
+
+
+def test_whoever_sends_a_request_byte_by_byte_holds_no_place(monkeypatch):
+    monkeypatch.setattr(keeper._Handler, "timeout", 0.3)
+    monkeypatch.setattr(keeper, "CONNECTIONS", 1)
+    with Keeper("127.0.0.1") as one:
+        slow = socket.create_connection(one.address.partition("/")[0].split(":"))
+        for _ in range(14):
+            with contextlib.suppress(ConnectionError):
+                slow.sendall(b"G")
+            time.sleep(0.05)
+        assert keeper.ask(one.address, "PUT", "a", b"bytes") == b""
+        slow.close()
+
+
 def test_two_snapshots_are_held_at_most(monkeypatch):
     with Keeper("127.0.0.1") as one:
         held, real = [], keeper._Handler.do_PUT
