@@ -14,6 +14,7 @@ its next checkpoint to take them in.
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import secrets
 import threading
@@ -23,7 +24,9 @@ from typing import Any, Self
 
 from etils import epath
 
-from jaxtrain.host import paths
+from jaxtrain.host import paths, storage
+
+logger = logging.getLogger(__name__)
 
 WAITING, TRAINING, DONE = "waiting", "training", "done"
 # Orders to a round's processes: save and end, or end at once.
@@ -153,7 +156,10 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="jaxtrain-lease", daemon=True)
 
     def __enter__(self) -> Self:
+        # A folder in which no lease can be written is refused here: the thread would try for ever.
+        paths.check_writable(self._folder)
         paths.make_folder(self._folder)
+        storage.retrying(self._write, f"the lease of this host in '{self._folder}'")
         self._thread.start()
         return self
 
@@ -196,8 +202,11 @@ class Membership:
         now = self._clock()
         passed, self._looked = now - self._looked, now
         files = paths.listed(self._folder, "*.json")
-        read = filter(None, (Lease.read(paths.read_if_there(path)) for path in files))
-        leases = {lease.name: lease for lease in read}
+        read = [(path.name, Lease.read(paths.read_if_there(path))) for path in files]
+        # A lease under the name of another file is nobody's, and that file is not to be deleted.
+        leases = {
+            lease.name: lease for name, lease in read if lease and name == f"{lease.name}.json"
+        }
         self._time += min(passed, 2 * self._beat)
         for name, lease in leases.items():
             self._seen.setdefault(name, self._time)
@@ -301,8 +310,14 @@ class Membership:
         return self._folder / f"{name}.json"
 
     def _run(self) -> None:
+        failing = False
         while not self._closed.is_set():
-            with contextlib.suppress(Exception):  # Of a storage that fails; it may work again.
+            try:
                 self.tick()
+                failing = False
+            except Exception as error:  # Storage fails, and may work again.
+                if not failing:
+                    logger.warning("hosts in '%s': %s", self._folder, storage.why(error))
+                failing = True
             self._wake.wait(self._beat)
             self._wake.clear()

@@ -259,6 +259,27 @@ def test_leases_of_an_earlier_launch_and_damaged_ones_count_for_nothing(world):
     assert not (world.folder / "0-old.json").exists()
 
 
+def test_a_lease_under_another_name_deletes_nothing(world):
+    kept = world.folder.parent / "config.json"
+    kept.write_text("{}")
+    lease = json.dumps({"name": "../config", "processes": 1, "round": None})
+    (world.folder / "x.json").write_text(lease)
+    world.add("a")
+    world.beats(SETTLING + 4)
+    assert world.names() == ("a",)
+    assert kept.exists()
+
+
+def test_a_folder_that_takes_no_lease_is_refused_and_not_tried_for_ever(world, monkeypatch):
+    def failing(path, content):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(membership.paths, "write_whole", failing)
+    world.add("a")
+    with pytest.raises(PermissionError, match="Permission denied"):
+        world.hosts["a"].member.__enter__()
+
+
 def test_storage_that_fails_looks_like_no_loss(world, monkeypatch):
     world.add("a", "b")
     world.beats(SETTLING + 2)
