@@ -83,7 +83,8 @@ class Lease:
     def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
-        self._write(ended=True)
+        with contextlib.suppress(OSError):  # Others notice by the process, or by the silence.
+            self._write(ended=True)
 
     def _keep(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
@@ -92,7 +93,7 @@ class Lease:
 
     def _write(self, **more: bool) -> None:
         self._beat += 1
-        told = {"host": socket.gethostname(), "pid": os.getpid(), "beat": self._beat}
+        told = {"host": _where(), "pid": os.getpid(), "beat": self._beat}
         write_whole(self._path, json.dumps(told | more) + "\n")
 
 
@@ -108,13 +109,23 @@ class Leases:
         told = json_object(read_if_there(self._folder / f"{token}.json"))
         if told.get("ended"):
             return True
-        if told.get("host") == socket.gethostname() and not _is_there(told["pid"]):
+        if told.get("host") == _where() and not _is_there(told["pid"]):
             return True
         beat, since = self._seen.get(token, (None, self._clock()))
         if token not in self._seen or told.get("beat") != beat:
             self._seen[token] = (told.get("beat"), self._clock())
             return False
         return self._clock() - since > DEAD_SECONDS
+
+
+def _where() -> str:
+    """Names the machine and the container, in which a number of a process is of one process: host
+    names may be shared, for example by containers on the network of their host."""
+    names = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        names.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        names.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(names)
 
 
 def _is_there(pid: int) -> bool:

@@ -226,6 +226,18 @@ def test_a_lease_that_no_longer_changes_is_of_a_dead_process(tmp_path):
     assert leases.is_dead("other")
 
 
+def test_numbers_of_processes_are_compared_within_a_container(tmp_path, monkeypatch):
+    leases = Leases(tmp_path)
+    with Lease(tmp_path) as lease:
+        path = tmp_path / f"{lease.token}.json"
+        gone = json.loads(path.read_text()) | {"pid": 2**22 + 1}  # above the largest
+        path.write_text(json.dumps(gone))
+        assert leases.is_dead(lease.token)
+        # Another container may have the same host name, and counts its processes by itself.
+        monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
+        assert not leases.is_dead(lease.token)
+
+
 def test_pruners_end_what_is_worse_than_the_rest(tmp_path):
     for pruner in ("halving", "hyperband"):
         folder = tmp_path / pruner
