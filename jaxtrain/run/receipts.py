@@ -151,6 +151,13 @@ def check(lines: Sequence[Line]) -> list[str]:
             faults.append(f"line {number} is not what was written")
         elif line["previous"] != previous:
             faults.append(f"line {number} does not follow line {number - 1}: one was left out")
+        elif state is None and line["kind"] != START:
+            faults.append(f"line {number} begins the chain and is no start of an attempt")
+        elif line["kind"] == SAVE and not 0 < len(line["rows"]) == line["step"] - state["step"]:
+            steps = f"digests of {len(line['rows'])} steps"
+            faults.append(
+                f"line {number}: {steps} lead from step {state['step']} to {line['step']}"
+            )
         elif line["kind"] == START and state and state["step"] != line["step"]:
             steps = f"{state['step'] + 1} to {line['step']}"
             faults.append(f"line {number}: steps {steps} were made without receipts")
@@ -237,7 +244,9 @@ def with_digests(batches: Iterable[PyTree]) -> Iterator[tuple[PyTree, str]]:
 
 def _is_sound(line: Line) -> bool:
     wanted = _ENTRIES.get(line.get("kind"))
-    return wanted is not None and all(isinstance(line.get(n), kind) for n, kind in wanted.items())
+    if wanted is None or not all(isinstance(line.get(n), kind) for n, kind in wanted.items()):
+        return False
+    return "leaves" not in wanted or line["state"] == manifests.digest_of(line["leaves"])
 
 
 def _started(batch: PyTree) -> dict[str, Any]:

@@ -174,6 +174,33 @@ def test_what_is_changed_in_the_middle_is_found(audited, tmp_path, capsys):
     assert "line 4 does not follow line 3" in broken(*lines[:2], resealed, *lines[3:])
     assert "line 3 does not follow line 2" in broken(*lines[:2], *lines[3:])
     assert "line 2 is not what was written" in broken(lines[0], "{", *lines[2:])
+
+    def forged(changed):
+        """The text of a chain whose hashes were computed anew."""
+        sealed, previous = [], receipts._NOTHING
+        for line in changed:
+            content = {name: value for name, value in line.items() if name != "sha256"}
+            sealed.append(manifest.seal(content | {"previous": previous}))
+            previous = sealed[-1]["sha256"]
+        return map(json.dumps, sealed)
+
+    chain = list(map(json.loads, lines))
+    assert list(forged(chain)) == lines
+    (first, *_), (save, *later) = ([i for i, x in enumerate(chain) if "rows" in x] for _ in "ab")
+    cut = {**chain[first], "rows": chain[first]["rows"][1:]}
+    steps = len(cut["rows"])
+    out = broken(*forged([*chain[:first], cut, *chain[first + 1 :]]))
+    assert f"digests of {steps} steps lead from step 0 to {steps + 1}" in out
+    swapped = list(chain)
+    swapped[save], swapped[later[0]] = chain[later[0]], chain[save]
+    assert f"lead from step {chain[later[0]]['step']} to {chain[save]['step']}" in broken(
+        *forged(swapped)
+    )
+    assert "line 1 begins the chain and is no start" in broken(*forged(chain[1:]))
+    other = chain[save] | {"leaves": dict.fromkeys(chain[save]["leaves"], "0")}
+    assert f"line {save + 1} is not what" in broken(
+        *forged([*chain[:save], other, *chain[save + 1 :]])
+    )
     (run / "receipts.jsonl").write_text(kept)
 
     # A parameter, with a manifest that is made to fit.
