@@ -21,13 +21,12 @@ import numpy as np
 
 import jaxtrain as jt
 from experiments import ppo
-from jaxtrain.host.extras import load
 from jaxtrain.host.least import check_least
 from jaxtrain.methods.environments import ENVIRONMENTS
 from jaxtrain.methods.on_policy import OnPolicy, begun, log_prob, off_policy, rollout
 from jaxtrain.methods.population import Population
 from jaxtrain.run.hook import Hook
-from jaxtrain.run.parameter_server import answers
+from jaxtrain.run.parameter_server import answers, cluster
 from jaxtrain.state import TrainState
 
 
@@ -101,12 +100,9 @@ class Learner(Hook):
     def batches(self, start: int, shardings: Any) -> Iterator[Iterator[Any]]:
         """Opens the stream of rollouts as they arrive."""
         config = self._config
-        self._ray = ray = load("actors are processes on Ray", "ray", "ray")
-        cores = {} if config.address else {"num_cpus": config.players + 1}
-        ray.init(config.address, include_dashboard=False, log_to_driver=False, **cores)
-        actor, numbers = ray.remote(Player).options(num_cpus=1), itertools.count()
-        given = config.environment, config.rollout, config.global_batch, config.seed
-        make = lambda: actor.remote(*given, next(numbers))  # noqa: E731
+        options = config.environment, config.rollout, config.global_batch, config.seed
+        numbers = itertools.count()
+        make = lambda: actor.remote(*options, next(numbers))  # noqa: E731
         give = lambda each: (each.play.remote(self._params, self._step), self._step)  # noqa: E731
 
         def arrivals() -> Iterator[Any]:
@@ -116,10 +112,9 @@ class Learner(Hook):
                     step, self._delays[step + 1] = step + 1, step - read
                     yield jax.device_put(played, shardings)
 
-        try:
+        with cluster("actors are processes on Ray", config.address, config.players) as ray:
+            self._ray, actor = ray, ray.remote(Player).options(num_cpus=1)
             yield arrivals()
-        finally:
-            ray.shutdown()
 
 
 def build(config: Config) -> jt.Experiment:

@@ -12,6 +12,8 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from jaxtrain.engines.plain import Engine, GradientEngine, GradientSums, run_eng
 from jaxtrain.experiment import Experiment
 from jaxtrain.host.extras import load
 from jaxtrain.host.least import check_least
-from jaxtrain.host.paths import as_path, check_on_disk, exists, write_whole
+from jaxtrain.host.paths import as_path, check_on_disk, exists, json_object, write_whole
 from jaxtrain.methods.method import Method
 from jaxtrain.optim import frozen
 from jaxtrain.run.folder import UPDATES
@@ -70,15 +72,35 @@ def run_asynchronous(options: AsynchronousOptions, rest: Sequence[str]) -> int:
     if (folder := config.run.run_dir) is None:
         raise ValueError("`run_dir` is left out: give the folder of the run, which has its events")
     check_on_disk(Path(folder), "--run-dir")
-    ray = load("workers are processes on Ray", "ray", "ray")
-    server = Server(ray, options, rest, Path(folder))
-    cores = {} if options.address else {"num_cpus": options.workers + 1}
-    ray.init(options.address, include_dashboard=False, log_to_driver=False, **cores)
-    try:
+    with cluster("workers are processes on Ray", options.address, options.workers) as ray:
+        server = Server(ray, options, rest, Path(folder))
         main(module.Config, lambda c: server.served(module.build(c)), rest, hooks=[server])
+    return 0
+
+
+@contextlib.contextmanager
+def cluster(purpose: str, address: str | None, workers: int) -> Iterator[Any]:
+    """Joins a Ray cluster, or starts one on this host, for the ``with`` body; yields the package.
+
+    Ray's ports are open to the network, and whoever is let in may run any program. A cluster that
+    is started here asks for a random token, which only its processes know (from Ray 2.52 on).
+
+    Args:
+      purpose: a sentence for the error without Ray (:func:`jaxtrain.host.extras.load`).
+      address: of the cluster to join; None starts one, unless ``RAY_ADDRESS`` names one.
+      workers: number of processes besides this one, of one core each.
+    """
+    if address is None and "RAY_ADDRESS" not in os.environ:
+        # Before Ray is imported. In a file of its own Ray would need a home that can be written.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    ray = load(purpose, "ray", "ray")
+    cores = {} if address else {"num_cpus": workers + 1}
+    ray.init(address, include_dashboard=False, log_to_driver=False, **cores)
+    try:
+        yield ray
     finally:
         ray.shutdown()
-    return 0
 
 
 class Worker:
@@ -206,10 +228,17 @@ class Server(Hook):
                 f"{self._log} has {len(events)} updates and the checkpoint is of {start}: which "
                 "batches they took is not known; begin a new run"
             )
+        rows = [json_object(line) for line in events]
+        for number, row in enumerate(rows, 1):
+            if not all(isinstance(row.get(name), int | float) for name in ("batch", "seconds")):
+                raise ValueError(
+                    f"line {number} of {self._log} is damaged: the batch that its update took is "
+                    "not known; begin a new run"
+                )
         write_whole(as_path(self._log), "".join(line + "\n" for line in events))
-        taken = {json.loads(line)["batch"] for line in events}
+        taken = {row["batch"] for row in rows}
         first = next(n for n in range(start + 1) if n not in taken)
-        began = time.monotonic() - (json.loads(events[-1])["seconds"] if events else 0.0)
+        began = time.monotonic() - (rows[-1]["seconds"] if rows else 0.0)
         with self._stream(first) as inner, open(self._log, "a") as log:
             fresh = ((n, b) for n, b in enumerate(inner, first) if n not in taken)
             yield self._arrivals(start, fresh, log, began, shardings)

@@ -88,5 +88,8 @@ def test_what_gradients_from_elsewhere_do_not_go_with_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             server.served(made)
+    (tmp_path / "updates.jsonl").write_text('{"batch": 0, "seconds": 0.1}\n{"batch": 1, "sec\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*updates\.jsonl is damaged"):
+        server.batches(2, None).__enter__()
     with pytest.raises(ValueError, match="`run_dir` is left out"):
         run_asynchronous(AsynchronousOptions("experiments.gpt"), ["--steps", "1"])
