@@ -68,6 +68,7 @@ class Journal:
         self._first_step: int | None = None
         self._owner: RunLock | None = None
         self._file: GrowingFile | None = None
+        self._beating: threading.Thread | None = None
         self._closed, self._lock = threading.Event(), threading.Lock()
         self._lost_steps = self._failed_saves = self._alerts = 0
         self._checkpoint_at: float | None = None
@@ -81,7 +82,8 @@ class Journal:
         if self._file is None:
             return
         self._closed.set()
-        self._beating.join(LAST_BEAT_SECONDS)  # A beat that comes after the last one would hide it.
+        if self._beating is not None:  # A beat that comes after the last one would hide it.
+            self._beating.join(LAST_BEAT_SECONDS)
         self._tell_lost_output()
         code = error.code if isinstance(error, Ended) else None
         ended = "done" if error is None else f"exit {code}" if code else kind.__name__
@@ -112,12 +114,13 @@ class Journal:
             # It ended without a word; what was last heard of it would be overwritten now.
             # Its log may know of steps since the last heartbeat.
             logged = storage.retrying(lambda: _last_logged(owner.path), f"the log of {owner.path}")
-            last["step"] = max(last.get("step") or 0, logged)
+            step = last.get("step")
+            last["step"] = max(step if isinstance(step, int) else 0, logged)
             killed = {k: v for k, v in last.items() if k in _STATE}
             self.event(KILLED, **{f"of_{k}" if k == "attempt" else k: v for k, v in killed.items()})
         self._earlier = goodput.attempts(states(before, last))
-        saved = [line["time"] for line in before if line.get("event") == CHECKPOINT]
-        if saved:
+        saved = [line.get("time") for line in before if line.get("event") == CHECKPOINT]
+        with contextlib.suppress(IndexError, TypeError, ValueError, OverflowError):  # damaged
             at = datetime.datetime.fromisoformat(saved[-1]).timestamp()
             self._checkpoint_at = self._clock() - max(0.0, self._wall() - at)
         self.event(START, began=self.ledger.began, pid=os.getpid())

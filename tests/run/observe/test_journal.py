@@ -16,7 +16,7 @@ from jaxtrain.run import loop
 from jaxtrain.run.folder import lock_run_dir
 from jaxtrain.run.observe import goodput, journal
 from jaxtrain.run.observe.goodput import Attempt
-from jaxtrain.run.observe.journal import Journal
+from jaxtrain.run.observe.journal import Journal, read_events
 from jaxtrain.run.observe.report import health, records
 from jaxtrain.run.observe.report.command import leave_report
 from tests.run.survive.processes import last_step
@@ -222,6 +222,16 @@ def test_the_age_of_a_checkpoint_is_no_matter_of_the_wall_clock(tmp_path):
         written.open(owner)
         clock[0] += 5
         assert written.counts()["run/checkpoint_age_seconds"] == 105
+
+
+@pytest.mark.parametrize("time", [None, "yesterday", [], "0001-01-01T00:00:00+23:59"])
+def test_damaged_records_keep_no_run_from_going_on(time, tmp_path):
+    owner = lock_run_dir(epath.Path(tmp_path))
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "checkpoint", "time": time}))
+    (tmp_path / "heartbeat.json").write_text('{"attempt": 1, "step": "three"}')
+    with Journal() as written:
+        written.open(owner)
+    assert read_events(epath.Path(tmp_path))[-1]["ended"] == "done"
 
 
 def test_events_are_named_by_the_list_where_they_are_written_and_read():
