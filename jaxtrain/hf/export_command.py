@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -87,6 +88,17 @@ class _Source(NamedTuple):
 def run_export(options: ExportOptions, rest: list[str]) -> int:
     """Writes the folder."""
     del rest
+    try:
+        return _export(options)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        why = f"{os.strerror(error.errno)} while '{options.out}' was written"  # a disk that is full
+        mend = "delete that folder, make room and export again"
+        raise OSError(error.errno, f"{why}: {mend}") from error
+
+
+def _export(options: ExportOptions) -> int:
     quiet.start()
     _check_flags(options)
     if options.adapter:

@@ -202,19 +202,22 @@ def make_folder(path: epath.Path) -> None:
             raise
 
 
-def write_whole(path: epath.Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+def write_whole(path: epath.Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all; a text in UTF-8."""
+    data = content.encode() if isinstance(content, str) else content
     if is_remote(path):
-        path.write_text(text)
+        path.write_bytes(data)
         return
     # The name is of this writer alone: another one may write the same file at the same moment.
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
     try:
-        partial.write_text(text)
+        partial.write_bytes(data)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(partial)
+        if isinstance(error, OSError) and error.filename2 is None:
+            error.filename = str(path)  # The name by which readers of the message know the file.
         raise
 
 

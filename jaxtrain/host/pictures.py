@@ -1,5 +1,6 @@
 """Pictures in PNG files: of pixels, or drawn by matplotlib, which is optional."""
 
+import io
 import struct
 import zlib
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 from etils import epath
 
 from jaxtrain.host import extras
-from jaxtrain.host.paths import as_path
+from jaxtrain.host.paths import as_path, write_whole
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -29,8 +30,9 @@ def finish_axes(axes: Any, title: str, *, x: str, y: str = "") -> None:
 
 def save_figure(figure: Any, path: epath.PathLike) -> None:
     """Writes a figure into a PNG file, on a disk or in a bucket."""
-    with as_path(path).open("wb") as file:
-        figure.savefig(file, format="png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    write_whole(as_path(path), drawn.getvalue())
 
 
 def save_pixels(pixels_HW3: np.ndarray, path: epath.PathLike) -> None:
@@ -45,4 +47,4 @@ def save_pixels(pixels_HW3: np.ndarray, path: epath.PathLike) -> None:
     rows = np.insert(pixels_HW3.reshape(height, -1), 0, 0, axis=1)  # each begins with its filter
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b""))
     written = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
-    as_path(path).write_bytes(written)
+    write_whole(as_path(path), written)

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import errno
 import html.parser
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -17,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
 import jaxtrain as jt
 from jaxtrain import cli
@@ -220,6 +223,27 @@ def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
     assert drawn["series"]["hours"]["y"] == [0, 2, 2, 4]
     assert drawn["series"]["train/loss"]["y"] == [2, 7, 2, 2]  # a later line of a step counts
     assert (drawn["memory"], drawn["goodput"], drawn["histogram"]["counts"]) == (None, [], [1])
+
+
+def test_a_folder_that_takes_no_report_is_named_with_the_way_out_and_keeps_no_part(
+    tmp_path, capsys, monkeypatch
+):
+    run = write_run(tmp_path / "run", [line(1), line(2)])
+
+    def fails(path, data):
+        with open(path, "wb") as file:
+            file.write(data[:10])
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    before = sorted(run.iterdir())
+    monkeypatch.setattr(type(epath.Path(run)), "write_bytes", fails)
+    message = refused(capsys, "report", str(run))
+    assert f"'{run}/report.html' cannot be written (Read-only file system)" in message
+    assert "name another file with --out" in message
+    pytest.importorskip("matplotlib")
+    message = refused(capsys, "report", str(run), "--png", str(run / "r.png"))
+    assert message.strip() == f"error: Read-only file system: '{run}/r.png'"
+    assert sorted(run.iterdir()) == before
 
 
 def test_alerts_are_marked_and_told_and_charts_are_of_what_is_measured(tmp_path):

@@ -59,7 +59,12 @@ def run_report(options: ReportOptions, rest: list[str]) -> int:
     if options.png is not None:  # Where that cannot be, nothing is written.
         save_png(records, options.png)
         print(options.png)
-    write_whole(out, make_page(records))
+    page = make_page(records)
+    try:
+        write_whole(out, page)
+    except OSError as error:
+        why = storage.why(error)
+        raise OSError(f"'{out}' cannot be written ({why}): name another file with --out") from error
     print(out)
     if len(records) == 1:
         lines = [*_causes(records[0]), *_spent(records[0])]
