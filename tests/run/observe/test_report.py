@@ -225,6 +225,14 @@ def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
     assert (drawn["memory"], drawn["goodput"], drawn["histogram"]["counts"]) == (None, [], [1])
 
 
+def test_a_heartbeat_of_the_future_is_no_sign_of_life(tmp_path):
+    run = write_run(tmp_path / "a", [line(1)])
+    (run / "heartbeat.json").write_text(json.dumps({"time": START + 7200, "step": 1}))
+    found = health.examine(*records.read([run]), now=START)
+    (text,) = [each.text for each in found if each.level == "look" and "heartbeat" in each.text]
+    assert "is 2 h ahead of this clock, so whether the run is alive is not known" in text
+
+
 def test_a_folder_that_takes_no_report_is_named_with_the_way_out_and_keeps_no_part(
     tmp_path, capsys, monkeypatch
 ):
