@@ -169,17 +169,21 @@ def read_if_there(path: epath.Path | pathlib.Path) -> bytes:
         return b""
 
 
-def json_object(text: str | bytes) -> dict[str, Any]:
-    """Reads a JSON object; empty where the text is cut off or holds none.
+def json_object(text: str | bytes, *, parse_int: Callable[[str], Any] = int) -> dict[str, Any]:
+    """Reads a JSON object; empty if the text is cut off or holds none.
+
+    Args:
+      text: the JSON.
+      parse_int: makes a number of the digits of an integer.
 
     >>> json_object('{"step": 3}'), json_object('{"st'), json_object("[3]")
     ({'step': 3}, {}, {})
     """
     try:
-        found = json.loads(text)
+        content = json.loads(text, parse_int=parse_int)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def spent(found: Sequence[Attempt]) -> dict[str, float]:
                     known |= {"cost lost": each * lost / 3600} if lost else {}
         if "kwh" in costs:
             known["kWh"] = costs["kwh"]
-        elif "watts" in costs:
+        elif {"watts", "chips"} <= costs.keys():
             known["kWh at most"] = costs["chips"] * costs["watts"] * hours / 1000
         known |= {"CPU kWh": costs["cpu_kwh"]} if "cpu_kwh" in costs else {}
         total |= {name: total.get(name, 0.0) + value for name, value in known.items()}

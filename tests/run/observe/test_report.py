@@ -24,6 +24,7 @@ from etils import epath
 import jaxtrain as jt
 from jaxtrain import cli
 from jaxtrain.run.folder import lock_run_dir
+from jaxtrain.run.observe import journal
 from jaxtrain.run.observe.report import (
     command,
     health,
@@ -252,6 +253,59 @@ def test_a_folder_that_takes_no_report_is_named_with_the_way_out_and_keeps_no_pa
     message = refused(capsys, "report", str(run), "--png", str(run / "r.png"))
     assert message.strip() == f"error: Read-only file system: '{run}/r.png'"
     assert sorted(run.iterdir()) == before
+
+
+# An event of each kind that a page or a report speaks of.
+EVENTS = [
+    {"event": journal.READY, "step": 0, "facts": {"model": "m"}, "memory": {"peak": 9}},
+    {"event": journal.CHECKPOINT, "step": 2, "seconds": 1.0, "bytes": 3},
+    {"event": journal.ALERT, "rule": "stall", "step": 2, "text": "x"},
+    {"event": journal.TRACE, "first": 1, "last": 2},
+    {"event": journal.SAVE_FAILED, "error": "e"},
+    {"event": journal.CHECKPOINT, "step": 3, "seconds": 1.0, "bytes": 3},
+    {"event": journal.FROM_MEMORY, "step": 3, "newest_checkpoint": 2},
+    {"event": journal.FORECAST, "lines": ["a"]},
+    {"event": journal.TRACKER, "tracker": "t", "written": 1, "dropped": 2, "why": "w"},
+    {"event": journal.CONCLUSION, "lines": ["a"]},
+    {
+        "event": journal.END,
+        "ended": "done",
+        "of_attempt": 1,
+        "began": 1.0,
+        "first_step": 0,
+        "step": 3,
+    }
+    | {"seconds": {"step": 1.0}, "step_times": {"3": 1}, "chips": 2, "watts": 3, "price": 2.0},
+]
+
+
+@pytest.mark.parametrize("wrong", [None, [], {}, [None], "x", 10**400, -1, True, "left out"])
+def test_what_a_hand_has_edited_leaves_a_page(tmp_path, wrong):
+    def spoiled(entries, *names):
+        if wrong == "left out":
+            return {k: x for k, x in entries.items() if k not in names}
+        return entries | dict.fromkeys(names, wrong)
+
+    flags = {"steps": 3, "run": {"alerts": ["stall"]}, "population": {"exploit_every": 2}}
+    values = {"train/members/parent": [0, 1], "train/members/loss": [1.0, 2.0]}
+    logs = [line(step) | values for step in (1, 2, 3)]
+    logs[1:1] = [spoiled(logs[1], name) for name in logs[1]]
+    for name, config, change in (
+        ("flags", spoiled({"flags": flags}, "flags"), {}),
+        ("entries", {"flags": spoiled(flags, *flags)}, {}),
+        ("change", {"flags": flags}, {"from_step": 1, "changes": {"steps": [1, 2]}}),
+        ("record", {"flags": flags}, {"record": {"flags": spoiled(flags, "steps")}}),
+    ):
+        run = write_run(tmp_path / name, logs, config=config)
+        events = [spoiled(each, *(each.keys() - {"event"})) for each in EVENTS]
+        events += [spoiled(each, key) for each in EVENTS for key in each]
+        (run / "events.jsonl").write_text("".join(json.dumps(x) + "\n" for x in events))
+        (run / "changes.jsonl").write_text(json.dumps(spoiled(change, *list(change)[:1])) + "\n")
+        (run / "heartbeat.json").write_text(json.dumps(spoiled({"time": START}, "time", "ended")))
+        (record,) = records.read([run])
+        command._causes(record), command._spent(record), live.table([record])
+        (drawn,) = data_of(page.make_page([record]))["runs"]
+        assert drawn["series"]["train/loss"]["y"][-1] == 2.97, name
 
 
 def test_alerts_are_marked_and_told_and_charts_are_of_what_is_measured(tmp_path):

@@ -61,7 +61,7 @@ def _told(record: Record):
         if "compile" in times:
             yield "time of all compilations", times["compile"], human_seconds
     for line in record.happened(journal.READY)[-1:]:
-        if isinstance(peak := (line.get("memory") or {}).get("peak"), int):
+        if isinstance(peak := line.get("memory", {}).get("peak"), int):
             yield "memory, compiled for", peak, human_bytes
     for name, metric, take, write in LOGGED:
         if (values := record.values(metric)).size:

@@ -184,7 +184,7 @@ def _attempts(record: Record) -> list[Finding]:
         text = f"It ran on {', then '.join(map(str, hosts))} hosts; "
         found.append(Finding("look", f"{text}these changes cost {duration(seconds)}."))
     if read := record.happened(journal.FROM_MEMORY):
-        steps = sum(each["step"] - (each.get("newest_checkpoint") or 0) for each in read)
+        steps = sum(line.get("step", 0) - line.get("newest_checkpoint", 0) for line in read)
         each = sum(x.seconds.get("step", 0.0) / max(x.last, 1) for x in record.attempts[:1])
         text = f"It continued {_count(len(read), 'time')} from the memory of its hosts, not storage"
         cost = f"{text}: {_count(steps, 'step')} ({duration(steps * each)}) were not done again."

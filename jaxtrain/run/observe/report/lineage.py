@@ -8,10 +8,16 @@ from jaxtrain.run.observe.report.records import Record
 
 
 def found(record: Record) -> list[str]:
-    """Returns the sentence of a run; none of one whose members are not copied.
+    """Returns the sentence of a run; none if its members are not copied, or its files damaged."""
+    try:
+        return _found(record)
+    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return []
 
-    The best is that of the last evaluation or, before any, that of the least training loss. A
-    member's numbers change only where it is copied, so what it kept is one stretch of steps.
+
+def _found(record: Record) -> list[str]:
+    """The best is that of the last evaluation or, before any, that of the least training loss. A
+    member's numbers change only with a copy, so it has each set of them for one stretch of steps.
     """
     every, prefix = record.config.get("population.exploit_every"), f"train/{ALL}{FLAG}"
     parents = record.vectors.get(f"train/{PARENT}")

@@ -181,9 +181,8 @@ def _tiles(record: Record) -> list[dict[str, str]]:
         note = f"median {human_count(float(np.median(rates)))}" if rates.size else ""
         value = human_count(float(rates[-1])) if rates.size else "-"
         tiles.append({"name": f"{Metric.of(name).item}/s", "value": value, "note": note})
-    if times := account(record.attempts):
-        part = times.get("step", 0.0) / sum(times.values())
-        note = f"of {duration(sum(times.values()))}"
+    if total := sum((times := account(record.attempts)).values()):
+        part, note = times.get("step", 0.0) / total, f"of {duration(total)}"
         tiles.append({"name": "goodput", "value": f"{part:.1%}", "note": note})
     for name, value in spent(record.attempts).items():
         tiles.append({"name": name, "value": f"{significant(value, 3):,}", "note": ""})

@@ -88,7 +88,7 @@ def found(record: Record) -> list[RangeTest]:
         members = Population(**given).members()
         rates_R, of_M = np.unique([each[RATE] for each in members], return_inverse=True)
         series = record.vectors[f"train/{ALL}loss"]
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return []
     alone = members[0].keys() <= {RATE, "seed"} and series.values.shape[1] == len(members)
     if not alone or rates_R.size < 3:

@@ -1,4 +1,8 @@
-"""Reads the folder of a run as it is: cut off, half written, or still growing."""
+"""Reads the folder of a run as it is: cut off, half written, still growing, or edited by hand.
+
+One rule holds for all of its files, so that nobody who draws a record need look again: whatever a
+run does not write (an entry of another kind, null, an integer beyond 64 bits) is left out here.
+"""
 
 import array
 import collections
@@ -23,6 +27,9 @@ from jaxtrain.run.provenance import flatten
 
 # Of the counts of steps by their time, the key of 2^32 seconds.
 SLOWEST = 32 * PARTS
+# The kinds of an event's entries.
+_KINDS: dict[str, type] = {"time": str, "error": str, "lines": list, "facts": dict, "memory": dict}
+_KINDS |= dict.fromkeys(("step", "newest_checkpoint", "bytes", "dropped", "attempt"), int)
 # The entries of a line that are no metrics.
 _OWN = frozenset({"step", "time", "attempt", "host", "process"})
 
@@ -158,18 +165,19 @@ def read_run(path: epath.Path, name: str) -> Record:
                 points[key].add(step, number)
             elif (vector := _vector(value)) is not None:
                 vectors.setdefault(key, {})[step] = vector
-    config = json_object(texts[CONFIG])
+    config = _object(texts[CONFIG])
     changes = []
     for line in filter(None, texts[CHANGES].split("\n")):
-        change = json_object(line)
+        change = _object(line)
         config = change.get("record") if isinstance(change.get("record"), dict) else config
         told = change.get("changes") if isinstance(change.get("changes"), dict) else {}
         for what, pair in told.items():
             if isinstance(pair, list) and len(pair) == 2:
-                changes.append((change.get("from_step", 0), what, *pair))
-    flags = config.get("flags", config)
-    events = list(filter(None, map(json_object, texts[EVENTS].split("\n"))))
-    heartbeat = json_object(texts[HEARTBEAT])
+                start = change.get("from_step")
+                changes.append((start if isinstance(start, int) else 0, what, *pair))
+    flags = flatten(config.get("flags", config))
+    events = list(filter(None, map(_object, texts[EVENTS].split("\n"))))
+    heartbeat = _object(texts[HEARTBEAT])
     states = journal.states(events, heartbeat)
     return Record(
         path=str(path),
@@ -177,17 +185,25 @@ def read_run(path: epath.Path, name: str) -> Record:
         series={key: each.series() for key, each in sorted(points.items())},
         vectors={key: _vectors(each) for key, each in sorted(vectors.items())},
         times=times.series(),
-        config=flatten({k: v for k, v in flags.items() if k != "provenance"}),
+        config={k: v for k, v in flags.items() if not k.startswith("provenance.")},
         environment=flatten(config.get("provenance", {})),
         changes=changes,
         unreadable=unreadable,
-        events=events,
+        events=[
+            {k: v for k, v in event.items() if isinstance(v, _KINDS.get(k, object))}
+            for event in events
+        ],
         heartbeat=heartbeat,
         attempts=goodput.attempts(states),
         step_times=_step_times(states),
         stopped=json_object(texts[STOPPED]).get("reason"),
         receipts=receipts.parse(texts[RECEIPTS]),
     )
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Reads a JSON object whose integers NumPy can hold; others become the float next to them."""
+    return json_object(text, parse_int=lambda x: int(x) if len(x) < 19 else float(x))
 
 
 def _texts(path: epath.Path) -> dict[str, str]:
@@ -215,7 +231,7 @@ def _lines(text: str) -> Iterator[dict[str, Any] | None]:
     """The records in a log one by one, and None for each line before the last that is none."""
     lines = text.split("\n")
     for i, line in enumerate(lines):
-        record = json_object(line)
+        record = _object(line)
         step = record.get("step")
         if isinstance(step, int) and 0 <= step < 2**63:
             yield record
