@@ -204,8 +204,9 @@ def _sampler(name: str, seed: int) -> Any:
         return samplers.CmaEsSampler(seed=seed)
     if name in ("gp", "gp-ucb"):
         return gaussian.make_sampler(_optuna(), "ucb" if name == "gp-ucb" else "ei", seed=seed)
-    if name == "tpe":  # which takes trials that still run for bad ones, so that workers spread
-        return samplers.TPESampler(seed=seed, constant_liar=True)
+    if name == "tpe":  # Trials that still run count as bad ones, so that workers spread.
+        # By name, because the default is another since Optuna 5 and would change a study.
+        return samplers.TPESampler(seed=seed, constant_liar=True, multivariate=False)
     return samplers.RandomSampler(seed=seed)  # of a grid all points wait already
 
 

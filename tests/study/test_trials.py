@@ -17,7 +17,7 @@ from jaxtrain.study.lease import Lease, Leases
 from jaxtrain.study.space import Dimension, grid
 
 optuna = pytest.importorskip("optuna")
-from jaxtrain.study.trials import LEASES, SAMPLERS, Trials  # noqa: E402
+from jaxtrain.study.trials import LEASES, SAMPLERS, Trials, _sampler  # noqa: E402
 
 SPACE = [
     Dimension("optimizer.learning-rate", low=1e-4, high=1.0, log=True),
@@ -69,6 +69,19 @@ def test_samplers_come_near_the_best(sampler, tmp_path):
         more = open_trials(tmp_path, sampler=sampler, count=30)
         do(more)
         assert len({str(trial.params) for trial in more.all()}) == 30
+
+
+def test_tpe_draws_the_same_trials_with_any_release_of_its_library():
+    """Trial 30 of three workers, as Optuna 4.9.0 and 5.0.0 both draw it without `multivariate`."""
+    study, running = optuna.create_study(sampler=_sampler("tpe", 3)), []
+    for _ in range(30):
+        trial = study.ask()
+        rate, layers = trial.suggest_float("a", 1e-4, 1e-1, log=True), trial.suggest_int("b", 1, 9)
+        name = trial.suggest_categorical("c", ["x", "y"])
+        running.append((trial, (rate - 0.01) ** 2 * 1e4 + (layers - 4) ** 2 + (name == "x")))
+        if len(running) > 2:
+            study.tell(*running.pop(0))
+    assert (rate, layers, name) == (pytest.approx(0.008425864275612467), 6, "y")
 
 
 HANG = """
