@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -35,7 +36,7 @@ from jaxtrain.host.paths import check_on_disk
 from jaxtrain.host.simulated import simulate_devices
 from jaxtrain.landscape import command as landscape
 from jaxtrain.layout import Layout
-from jaxtrain.planning import by_layer, nearest_fit, search
+from jaxtrain.planning import by_layer, nearest_fit, ranking, search
 from jaxtrain.planning.ahead_of_time import plan_experiment
 from jaxtrain.planning.targets import Target, parse_target, stay_on_cpu, with_links
 from jaxtrain.predict import command as predict
@@ -308,9 +309,9 @@ class PlanOptions:
     published figures say. Without it in a class of links (within a host, between hosts), that class
     keeps the published figure."""
     tokens: float | None = None
-    """Tokens to train on: the search says how many days the best layout takes for them."""
+    """Tokens to train on: the plan says how many days they take, a search those of the best."""
     price: float | None = None
-    """Price of one chip for an hour, in any currency: the search says what the best costs."""
+    """Price of one chip for an hour, in any currency: the plan says what training costs."""
 
 
 def run_plan(options: PlanOptions, rest: list[str]) -> int:
@@ -322,7 +323,8 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
             raise ValueError("--links has measured the network and --dcn-gbps states it: give one")
     if options.search and options.save_hlo is not None:
         raise ValueError("--save-hlo saves one program and --search compiles several: give one")
-    for name in ("search", "by_layer", "save_hlo") if options.serve is not None else ():
+    of_training = "search", "by_layer", "save_hlo", "tokens", "price"
+    for name in of_training if options.serve is not None else ():
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} is of a train step and --serve of a server: give one")
@@ -354,12 +356,21 @@ def run_plan(options: PlanOptions, rest: list[str]) -> int:
     if not plan.fits:
         found = nearest_fit.nearest_fit(experiment, target) if has_layout else None
         plan = dataclasses.replace(plan, mend=nearest_fit.describe(found))
+    terms = {"tokens": options.tokens, "price": options.price}
+    costs = None
+    if any(value is not None for value in terms.values()):
+        seconds = plan.roofline.step_seconds if plan.roofline else math.inf
+        costs = ranking.cost_at(experiment.data.items_per_step / seconds, target.size, **terms)
     if options.json:
-        print(json.dumps(plan.to_json(), allow_nan=False, default=str))
+        costs_known = {} if costs is None else {"cost": costs}
+        print(json.dumps(plan.to_json() | costs_known, allow_nan=False, default=str))
     else:
         # Wide enough for the tables where the output is no terminal.
         console = Console(highlight=False, width=None if Console().is_terminal else 100)
         plan.draw(console)
+        if costs is not None:
+            unknown = f"--tokens and --price: the time of a step on {target} is not known"
+            console.print(ranking.cost_line(costs, options.tokens) if costs else unknown)
         if options.by_layer and plan.memory is not None:
             console.print("\nmemory per device, by part", style="bold")
             console.print(by_layer.table(plan.parts, plan.memory))

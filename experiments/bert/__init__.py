@@ -89,8 +89,9 @@ class Config(language.Config):
     tag_names: tuple[str, ...] = ()
     """Names of the tags 0, 1 and so on, such as O B-PER I-PER, where rows have numbers; left out,
     tags are named by the rows."""
-    stride: int = 128
-    """Tokens of a long context that two neighbouring rows of a question share."""
+    stride: int | None = None
+    """Tokens of a long context that two neighbouring rows of a question share; left out, 128, or a
+    third of a row where that is less."""
     parametrization: Literal["standard", "mup"] = "standard"
     """Width that the learning rate and the initial weights are for: this model's, or by muP that of
     the preset, from which those of another --width follow; to fill in masked tokens."""

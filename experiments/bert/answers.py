@@ -40,7 +40,7 @@ def text_of(
     """Rows of questions and contexts; held-out questions are evaluated whole."""
     sides = opened[0], data.spread(opened[1], config.held_out_rows)
     train, held_out = (AnswerRows(config, model, tokenizer, rows) for rows in sides)
-    task = f"where in its context an answer stands; rows share {config.stride} tokens"
+    task = f"where in its context an answer stands; rows share {train.stride} tokens"
     read = ("question", "context", "answers", "answers.text", "answers.answer_start")
     return common.Text(tokenizer, train, held_out, task=task, **common.of_sides(sides, *read))
 

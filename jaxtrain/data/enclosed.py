@@ -162,7 +162,7 @@ class WordRows:
 
 class QuestionRows:
     """Questions and parts of their contexts: one that is longer than a row is read in several,
-    which share ``stride`` tokens.
+    which share ``stride`` tokens; None takes 128, or a third of a row where that is less.
 
     Attributes:
       contexts: the text of each question's.
@@ -177,11 +177,12 @@ class QuestionRows:
         contexts: Sequence[str],
         length: int,
         *,
-        stride: int,
+        stride: int | None,
         typed: bool,
     ):
         self.length, self.typed, self.ends = length, typed, row_ends(tokenizer)
         self.contexts = contexts
+        self.stride = stride = min(128, length // 3) if stride is None else stride
         asked = tokenizer.encode_batch(questions)
         self._asked = [tokens[: length // 2] for tokens in asked]
         placed = tokenizer.encode_placed(contexts)

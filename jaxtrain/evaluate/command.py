@@ -9,9 +9,11 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 import jaxtrain
 from jaxtrain import data
-from jaxtrain.data.chat import forms_of
+from jaxtrain.data.chat import FORMS, ChatTemplate, encode_marked, forms_of
 from jaxtrain.evaluate import heads, pairs
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows, with_all_rows
@@ -22,6 +24,7 @@ from jaxtrain.host.paths import as_path, make_folder
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.predict.heads import Model, check_read
 from jaxtrain.run import trained
+from jaxtrain.serve.command import template_of
 from jaxtrain.serve.engine import Engine
 
 # In the folder of a run that has been evaluated.
@@ -42,9 +45,9 @@ class EvaluateOptions(ModelOptions):
     """
 
     data: tuple[str, ...] = ()
-    """Texts, as --data of an experiment names them: files and folders; or, where the model is no
-    decoder, files of rows as `jaxtrain predict` reads, with what is right. All of each is read,
-    also what training had."""
+    """Texts or conversations, as --data of an experiment names them: files and folders. A model
+    that is no decoder takes files of rows as `jaxtrain predict` reads, with what is right. All of
+    each is read, also what training had. Of conversations, the answers are scored."""
     field: str = "text"
     """The field of JSON lines and Parquet files that holds the text."""
     group: str | None = None
@@ -55,7 +58,7 @@ class EvaluateOptions(ModelOptions):
     stride: int | None = None
     """Tokens between the rows of a long text: less leaves every token more before it, and takes
     more time. Left out, half of a row. Of a long context, tokens that its rows share; left out,
-    128."""
+    128, or a third of a row where that is less."""
     tasks: tuple[str, ...] = ()
     """Tasks of lm-evaluation-harness, such as hellaswag."""
     shots: int | None = None
@@ -176,38 +179,46 @@ def perplexity(
     text, and the counts of ``documents``, ``tokens`` and ``bytes``.
 
     Each document follows the end of another, as in training, or what begins one for a pretrained
-    model; its own end is not scored.
+    model; its own end is not scored. Conversations are read by the model's chat template, and only
+    the tokens of answers are scored and counted.
 
     Raises:
-      ValueError: there is no text, or it is conversations.
+      ValueError: there is no text, or conversations are preferences or have no template.
     """
-    if forms_of(names := data.fields_of(name)) and field not in names:
-        raise ValueError(
-            f"'{name}' has conversations, and evaluate reads texts alone: give rows with a text, "
-            "and name it by --field"
-        )
+    fields = data.fields_of(name)
+    is_chat = bool(forms_of(fields)) and (field not in fields or field in FORMS)
+    chat = _template(name, opened) if is_chat else None
     stride = stride or -(-scorer.longest // 2)
     if stride > scorer.longest:
         raise ValueError(f"`stride` is {stride}: rows have {scorer.longest} tokens")
     tokenizer, nats, counts = opened.tokenizer, 0.0, {"documents": 0, "tokens": 0, "bytes": 0}
     rows: list[Row] = []
-    (begin,) = opened.begin[0][-1:] or (tokenizer.eod,)
+    begin = opened.begin[1] if is_chat else opened.begin[0][-1:] or (tokenizer.eod,)
 
     def scored() -> float:
         total = -math.fsum(each.logprob for each in scorer(rows))
         rows.clear()
         return total
 
-    for side in data.open_text(name, field=field, held_out=0.0):
+    for side in data.open_text(name, field=field, held_out=0.0, chat=chat):
         for document in side:
-            tokens = [begin, *tokenizer.encode(document.text).tolist()]
+            ((ids, marks),) = encode_marked([document], tokenizer)
+            tokens = [*begin, *ids.tolist()]
+            counted = np.ones(len(ids), bool) if marks is None else marks == 1
+            counted = np.append(np.zeros(len(begin), bool), counted)
+            position = 1
             for row in windows(tokens, longest=scorer.longest, stride=stride):
-                rows.append(row)
+                mask = counted[position : position + row.counted]
+                position += row.counted
+                if not mask.any():
+                    continue
+                rows.append(row._replace(mask=mask))
                 if len(rows) == ROWS:
                     nats += scored()
             counts["documents"] += 1
-            counts["tokens"] += len(tokens) - 1
-            counts["bytes"] += len(document.text)
+            counts["tokens"] += int(counted[1:].sum())
+            spans = [(0, len(document.text))] if marks is None else document.counted
+            counts["bytes"] += sum(stop - start for start, stop in spans)
     nats += scored()
     if not counts["tokens"]:
         raise ValueError(f"'{name}' has no text: name a file or a folder of texts")
@@ -216,6 +227,21 @@ def perplexity(
         "bits_per_byte": nats / math.log(2) / counts["bytes"],
         **counts,
     }
+
+
+def _template(name: str, opened: Opened) -> ChatTemplate:
+    """Returns the chat template by which a model reads the conversations in a file."""
+    if {"chosen", "label"} & set(forms_of(data.fields_of(name))):
+        raise ValueError(
+            f"'{name}' has preferences: give rows of messages, or of prompt and completion alone, "
+            "whose answers have a loss"
+        )
+    if (template := template_of(None, opened.folder, opened.tokenizer)) is None:
+        raise ValueError(
+            f"'{name}' has conversations, and '{opened.folder}' has no chat template to read them "
+            "by: give rows with a text, and name it by --field"
+        )
+    return template
 
 
 def _tasks(options: EvaluateOptions, opened: Opened, scorer: Scorer, mesh: Any) -> dict[str, Any]:

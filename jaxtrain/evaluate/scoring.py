@@ -22,10 +22,14 @@ from jaxtrain.serve.engine import row_length
 
 
 class Row(NamedTuple):
-    """Tokens, of which the last ``counted`` are scored; the first never is."""
+    """Tokens, of which the last ``counted`` are scored; the first never is.
+
+    ``mask`` says which of these count in the sum, as bool [counted]; None takes all.
+    """
 
     tokens: Sequence[int]
     counted: int
+    mask: np.ndarray | None = None
 
 
 class Scored(NamedTuple):
@@ -85,9 +89,9 @@ class Scorer:
             logprobs_BT, best_BT = jax.device_get(self._run(self._params, batch))
         for b, row in enumerate(rows):
             span = slice(len(row.tokens) - 1 - row.counted, len(row.tokens) - 1)
-            yield Scored(
-                float(logprobs_BT[b, span].sum(dtype=np.float64)), bool(best_BT[b, span].all())
-            )
+            mask = np.s_[:] if row.mask is None else row.mask
+            logprobs, best = logprobs_BT[b, span][mask], best_BT[b, span][mask]
+            yield Scored(float(logprobs.sum(dtype=np.float64)), bool(best.all()))
 
 
 class MaskedScorer:

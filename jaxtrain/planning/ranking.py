@@ -147,16 +147,29 @@ def rank(rows: Sequence[Row]) -> list[Row]:
 def cost(
     result: SearchResult, *, tokens: float | None = None, price: float | None = None
 ) -> dict[str, float]:
-    """Returns the cost of training with the first row; empty if the tokens of a step are unknown.
-
-    That is ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for
-    all tokens, ``price_per_billion`` and ``price`` of all. The argument ``price`` is that of a chip
-    (a device of the target) for an hour.
-    """
+    """Returns the cost of training with the first row, as :func:`cost_at` does."""
     rate = result.rows[0].tokens_per_s if result.rows else 0
+    return cost_at(rate, result.devices, tokens=tokens, price=price)
+
+
+def cost_at(
+    rate: float, devices: int, *, tokens: float | None = None, price: float | None = None
+) -> dict[str, float]:
+    """Returns the cost of training on some devices that take ``rate`` tokens per second together.
+
+    Args:
+      rate: tokens per second; 0 where it is not known, for which nothing is returned.
+      devices: the number of chips.
+      tokens: all tokens to train on.
+      price: price of a chip for an hour.
+
+    Returns:
+      ``tokens_per_s``, ``chip_hours_per_billion`` tokens, and where asked for ``days`` for all
+      tokens, ``price_per_billion`` and ``price`` of all.
+    """
     if not rate:
         return {}
-    hours = result.devices * 1e9 / rate / 3600
+    hours = devices * 1e9 / rate / 3600
     found = {"tokens_per_s": rate, "chip_hours_per_billion": hours}
     if price is not None:
         found["price_per_billion"] = price * hours
@@ -167,9 +180,10 @@ def cost(
     return found
 
 
-def _cost_line(costs: Mapping[str, float], tokens: float | None) -> str:
+def cost_line(costs: Mapping[str, float], tokens: float | None) -> str:
+    """Says what :func:`cost_at` returns in one line."""
     line = (
-        f"the first: {costs['tokens_per_s']:,.0f} tokens/s, "
+        f"{costs['tokens_per_s']:,.0f} tokens/s, "
         f"{costs['chip_hours_per_billion']:,.1f} chip-hours per billion tokens"
     )
     if "price_per_billion" in costs:
@@ -227,7 +241,7 @@ def print_search(
         console.print(table)
         console.print(f"train the first with: {' '.join(result.rows[0].flags) or 'these flags'}")
         if costs := cost(result, tokens=tokens, price=price):
-            console.print(_cost_line(costs, tokens))
+            console.print(f"the first: {cost_line(costs, tokens)}")
         console.print(f"times are predicted, at {result.assumed}; the error is estimate / compiler")
         if scheduled := [row for row in result.rows if row.scheduled]:
             estimates = ", ".join(_milliseconds(row.prediction) for row in scheduled)

@@ -30,8 +30,9 @@ class PredictOptions(ModelOptions):
     """The field of a text to classify."""
     seq_len: int | None = None
     """Most tokens of a row; left out, the model's."""
-    stride: int = 128
-    """Tokens of a long context that two neighbouring rows of a question share."""
+    stride: int | None = None
+    """Tokens of a long context that two neighbouring rows of a question share; left out, 128, or a
+    third of a row where that is less."""
     unanswerable: bool = False
     """A question may have no answer: its text is empty where that is more probable."""
     max_tokens: int | None = None

@@ -41,7 +41,8 @@ class Model:
       rows: rows of a batch; rounded up to what splits over the mesh.
       seq_len: most tokens of a row; None for the model's own.
       field: of a text to classify.
-      stride: tokens of a long context that two neighbouring rows of a question share.
+      stride: tokens of a long context that two neighbouring rows of a question share; None takes
+        128, or a third of a row where that is less.
       unanswerable: whether a question may have no answer.
       max_tokens, beams: of a target that is written.
     """
@@ -51,7 +52,7 @@ class Model:
     rows: int = 16
     seq_len: int | None = None
     field: str = "text"
-    stride: int = 128
+    stride: int | None = None
     unanswerable: bool = False
     max_tokens: int | None = None
     beams: int = 1

@@ -443,8 +443,8 @@ def _read_flags(
     counts = {"eval_every": 1, "eval_epochs": 1.0}
     for name, stand_in in counts.items():
         if default is not None and {f"--{name}", f"--{name.replace('_', '-')}"} & typed:
-            others = dict.fromkeys(counts.keys() - {name}, 0)
-            run = dataclasses.replace(default.run, **others, **{name: stand_in})
+            counting = dict.fromkeys(counts, 0) | {name: stand_in}
+            run = dataclasses.replace(default.run, **counting)
             default = dataclasses.replace(default, run=run)
     defaults = {} if default is None else {"default": default}
     refuse_aliases(config_type, arguments)
@@ -457,13 +457,13 @@ def _read_flags(
     return config.filled(typed) if hasattr(config, "filled") else config
 
 
-def _parsed(config_type: type, **how: Any) -> Any:
+def _parsed(config_type: type, **parsing: Any) -> Any:
     """Parses flags as ``tyro.cli`` does, but raises what the config's own ``__post_init__`` raises:
     tyro would print it in a box, with names of fields."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            return tyro.cli(config_type, **how)
+            return tyro.cli(config_type, **parsing)
     except SystemExit as exited:
         error = exited.__context__
         while error is not None and not _is_own(error):

@@ -36,6 +36,8 @@ def test_rows_are_those_of_the_tokenizer_s_own_file(name):
     texts, pairs = [TEXT, "of it", TEXT], ["", "what it says", TEXT]
     rows = TextRows(ours, texts, pairs, 40, typed=typed)
     contexts = [TEXT[4:], TEXT, "it"]
+    for length, stride in ((40, 13), (300, 100), (400, 128)):
+        assert QuestionRows(ours, [], [], length, stride=None, typed=typed).stride == stride
     asked = QuestionRows(ours, texts, contexts, 40, stride=8, typed=typed)
     words = WordRows(ours, [TEXT.split()], 40)
     for index, (text, pair) in enumerate(zip(texts, pairs, strict=True)):

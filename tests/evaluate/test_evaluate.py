@@ -11,6 +11,7 @@ import pytest
 import jaxtrain as jt
 from jaxtrain import hf
 from jaxtrain.data import ByteTokenizer
+from jaxtrain.data.chat import TEMPLATES
 from jaxtrain.evaluate import command
 from jaxtrain.evaluate.command import perplexity
 from jaxtrain.evaluate.harness import generation_options, harness_model, written
@@ -183,6 +184,35 @@ def test_results_of_a_run_name_the_checkpoint_that_gave_them(tmp_path, monkeypat
     assert [json.loads(line)["step"] for line in lines] == [1, 2]  # the best, and the one named
 
 
+@pytest.mark.parametrize("begin", [(), (256,)], ids=["of the template", "of the model"])
+def test_the_answers_of_conversations_alone_are_scored(tmp_path, begin):
+    mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
+    model = opened(mesh)._replace(folder=str(tmp_path), begin=((256,), begin))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["plain"])
+    turns = [
+        ("user", "What is said here, "),
+        ("assistant", "is said "),
+        ("user", "twice, said "),
+        ("assistant", "he, and was gone for good."),
+    ]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")
+    measured = perplexity(
+        str(tmp_path / "chat.jsonl"), model, Scorer(MODEL, model.params, mesh=mesh), stride=48
+    )
+    tokens = [*begin, *"".join(content for _, content in turns).encode()]
+    counts = [0] * len(begin) + [role == "assistant" for role, content in turns for _ in content]
+    # Two rows: 48 tokens are predicted by the first, and the others by the last 49 tokens.
+    halves = [(0, 48), (len(tokens) - 49, len(tokens) - 1)]
+    nats, position = 0.0, 1
+    for start, end in halves:
+        logp = log_softmax(model, tokens[start:end])
+        nats -= sum(logp[t - 1 - start, tokens[t]] for t in range(position, end + 1) if counts[t])
+        position = end + 1
+    assert measured["tokens"] == measured["bytes"] == sum(counts) == 34
+    assert measured["perplexity"] == pytest.approx(math.exp(nats / sum(counts)), rel=1e-6)
+
+
 def test_a_text_that_is_written_ends_before_what_a_task_names():
     mesh = jt.make_mesh(data=1, devices=jax.devices()[:1])
     model = opened(mesh)
@@ -242,8 +272,12 @@ def test_what_cannot_be_evaluated_is_refused(tmp_path, capsys):
     assert "--mesh.pipe 2" in refused(capsys, *asked, "--mesh.pipe", "2")
     assert "--stride is 0" in refused(capsys, *asked, "--stride", "0")
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    with pytest.raises(ValueError, match="has conversations, and evaluate reads texts alone"):
-        perplexity(str(tmp_path / "chat.jsonl"), None, None)
+    model = Opened(MODEL, None, ByteTokenizer(), str(tmp_path), ((), ()))
+    with pytest.raises(ValueError, match="has no chat template to read them by"):
+        perplexity(str(tmp_path / "chat.jsonl"), model, None)
+    (tmp_path / "pairs.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n')
+    with pytest.raises(ValueError, match="has preferences: give rows of messages"):
+        perplexity(str(tmp_path / "pairs.jsonl"), model, None)
 
 
 def tasks(folder):

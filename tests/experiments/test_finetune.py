@@ -162,9 +162,9 @@ def test_early_stopping_takes_one_flag_and_typed_steps_replace_default_epochs(ma
     flags = ["--init-from", str(made / "decoder"), "--data", str(made / "chat.jsonl")]
     flags += ["--early-stop-patience", "3"]
 
-    def run_of(*more):
-        assert run_to_resume(gpt.Config, [*flags, *more]) is None
-        config = load_config("experiments.finetune", [*flags, *more], command="plan")[1]
+    def run_of(*flags_more):
+        assert run_to_resume(gpt.Config, [*flags, *flags_more]) is None
+        config = load_config("experiments.finetune", [*flags, *flags_more], command="plan")[1]
         return config.run.early_stop_patience, config.run.eval_every, config.run.eval_epochs
 
     assert run_of() == (3, 0, 1.0)
@@ -174,9 +174,11 @@ def test_early_stopping_takes_one_flag_and_typed_steps_replace_default_epochs(ma
         main = finetune.main if len(arguments) > 2 else lambda x: jt.main(gpt.Config, gpt.build, x)
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
-        said = capsys.readouterr().err
-        assert re.fullmatch(r"error: (--eval-every is 5|--early-stop-patience is 3) and .*\n", said)
-        assert "`" not in said
+        errors = capsys.readouterr().err
+        assert re.fullmatch(
+            r"error: (--eval-every is 5|--early-stop-patience is 3) and .*\n", errors
+        )
+        assert "`" not in errors
 
 
 def test_the_help_is_that_of_the_experiment_once_model_and_data_are_named(made):

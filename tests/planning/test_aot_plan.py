@@ -97,6 +97,7 @@ def test_the_command(capsys, monkeypatch, target):
     if target == "v5e:2x4":  # JAX cannot print all programs for TPUs, and need not
         monkeypatch.setattr(jax.stages.Compiled, "as_text", fail)
     flags = "--layers 2 --width 128 --heads 2 --seq-len 128 --precision bf16 --mesh.fsdp 4 --json"
+    flags += " --tokens 1e9 --price 2.5 --global-batch 16"
     status, out, _ = run(capsys, "plan", "experiments.gpt", "--target", target, *flags.split())
     plan = json.loads(out)
     assert (status, plan["fits"], plan["devices"]) == (0, True, 8)
@@ -106,6 +107,9 @@ def test_the_command(capsys, monkeypatch, target):
     assert any("cudnn" in note for note in plan["notes"]) == target.startswith("h100")
     assert plan["traffic"]
     assert plan["roofline"]["waits"]["fsdp"] > 0
+    hours = 1e9 / (16 * 128) * plan["roofline"]["step_seconds"] / 3600
+    assert plan["cost"]["days"] == pytest.approx(hours / 24)
+    assert plan["cost"]["price"] == pytest.approx(8 * hours * 2.5)
 
 
 @pytest.mark.parametrize(
