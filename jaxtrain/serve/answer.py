@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.serve.api import Asked, Reader, Text, Told, Writer
-from jaxtrain.serve.engine import Event, Request
+from jaxtrain.serve.engine import Event
 from jaxtrain.serve.worker import FAILED, Worker
 
 log = logging.getLogger(__name__)
@@ -141,7 +141,8 @@ class Answer:
             for event in events:
                 self._written += 1
                 piece = self._writer.piece(event, is_first=index not in begun)
-                begun.add(index)
+                if piece:
+                    begun.add(index)
                 piece = text.add(piece, last=event.reason is not None)
                 told.append(Told(piece, event.token, event.logprob, event.top))
                 new, reason = new + piece, "stop" if text.stopped else event.reason
@@ -161,21 +162,26 @@ class Answer:
                 choice[0] += new
                 choice[1] += told
                 choice[2] = reason or choice[2]
-            for choice, request in zip(choices, asked.requests, strict=True):
+            for index, choice in enumerate(choices):
                 if asked.echo:
-                    before = await self._echoed(request)
-                    choice[0] = "".join(x.text for x in before) + choice[0]
-                    choice[1] = before + choice[1]
+                    prompt = await self._echoed(index)
+                    choice[0] = "".join(x.text for x in prompt) + choice[0]
+                    choice[1] = prompt + choice[1]
         return self._writer.whole([tuple(choice) for choice in choices], self._written)
 
-    async def _echoed(self, request: Request) -> list[Told]:
-        """A prompt's own tokens, with log-probabilities where they are asked for; once for all
-        choices of the prompt."""
+    async def _echoed(self, index: int) -> list[Told]:
+        """The tokens of a choice's prompt that its client sent, with log-probabilities if they are
+        asked for; computed once for all choices of the prompt."""
+        request = self._asked.requests[index]
         prompt, top = request.prompt, request.top_logprobs
         if self._echo is not None and self._echo[0] is prompt:
             return self._echo[1]
-        pieces = self._reader.tokenizer.token_pieces(prompt)
-        text = Text(())
+        tokenizer, text = self._reader.tokenizer, Text(())
+        pieces = tokenizer.token_pieces(prompt)
+        unsent = self._asked.unsent[index * self._asked.prompts // len(self._asked.requests)]
+        # Without a space that the tokenizer puts before every text.
+        if sent := prompt[unsent : unsent + 1]:
+            pieces[unsent] = tokenizer.decode_bytes(sent)
         texts = [text.add(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
         scores: list[tuple[float | None, tuple]] = [(None, ())] * len(prompt)
         if self._asked.logprobs:
@@ -187,9 +193,9 @@ class Answer:
             except ValueError as error:
                 raise RuntimeError(str(error)) from None
             scores = [(None, ()), *found]
-        told = [Told(t, x, *s) for t, x, s in zip(texts, prompt, scores, strict=True)]
-        self._echo = prompt, told
-        return told
+        tokens = [Told(t, x, *s) for t, x, s in zip(texts, prompt, scores, strict=True)]
+        self._echo = prompt, tokens[unsent:]
+        return tokens[unsent:]
 
     async def stream(self) -> AsyncIterator[str]:
         asked, writer = self._asked, self._writer
@@ -199,10 +205,10 @@ class Answer:
                     if asked.chat:
                         yield line(writer.begin(index))
                     if asked.echo:
-                        before = await self._echoed(request)
-                        text = "".join(x.text for x in before)
+                        prompt = await self._echoed(index)
+                        text = "".join(x.text for x in prompt)
                         reason = None if request.max_tokens else "length"
-                        yield line(writer.part(index, text, before, reason))
+                        yield line(writer.part(index, text, prompt, reason))
                 async for index, new, told, reason in self._events():
                     if new or reason or asked.logprobs:
                         yield line(writer.part(index, new, told, reason))

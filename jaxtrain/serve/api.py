@@ -1,14 +1,14 @@
 """OpenAI's completions and chat completions: requests read, answers written. No network here."""
 
 import codecs
+import collections
 import dataclasses
+import itertools
 import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
-
-import numpy as np
 
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
 from jaxtrain.data.tokenizers import Tokenizer
@@ -48,7 +48,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "priority": (0,),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "suffix": ("",),
@@ -59,7 +58,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 # Read by nobody: what they say of the client changes no answer.
 _OF_CLIENTS = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 _COMMON = {"model", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos"}
-_COMMON |= {"logit_bias", "parallel_tool_calls"} | _OF_CLIENTS
+_COMMON |= {"logit_bias", "parallel_tool_calls", "skip_special_tokens"} | _OF_CLIENTS
+_OBFUSCATION = "include_obfuscation"
 DEFAULT_TOKENS = 16
 # Answers to one request.
 MOST = 1024
@@ -79,6 +79,8 @@ class Asked:
       usage: whether the last event of a stream counts the tokens.
       begins: whether a choice is a text of its own, without the space that some tokenizers have
         before every text.
+      shows_special: whether special tokens, except those that end a choice, have a text.
+      unsent: the number of tokens before each prompt that its client did not send.
     """
 
     requests: tuple[Request, ...]
@@ -91,6 +93,8 @@ class Asked:
     stream: bool
     usage: bool
     begins: bool = False
+    shows_special: bool = False
+    unsent: tuple[int, ...] = ()
 
     @property
     def read(self) -> int:
@@ -146,8 +150,12 @@ class Reader:
         if echo and self.sources is not None:
             raise ValueError("echo is true: the answer does not continue a source; leave it out")
         options = body.get("stream_options", {})
-        if not isinstance(options, dict) or options.keys() - {"include_usage"}:
-            raise ValueError("stream_options must be an object with include_usage alone")
+        if not isinstance(options, dict) or options.keys() - {"include_usage", _OBFUSCATION}:
+            raise ValueError(
+                f"stream_options must be an object with include_usage and {_OBFUSCATION} alone"
+            )
+        if _flag(options, _OBFUSCATION):
+            raise ValueError(f"{_OBFUSCATION} is true, which is not offered: set it to false")
         rows = [self._messages(body)] if chat else self.rows({"prompt": ""} | body, "prompt")
         if len(rows) * given["n"] > MOST:
             raise ValueError(
@@ -196,8 +204,16 @@ class Reader:
                 )
         usage = _flag(options, "include_usage")
         asked = tuple(requests), len(rows), chat, model, _stops(body)
-        begins = chat or self.sources is not None
-        return Asked(*asked, logprobs, echo, stream, usage, begins)
+        return Asked(
+            *asked,
+            logprobs,
+            echo,
+            stream,
+            usage,
+            begins=chat or self.sources is not None,
+            shows_special=not _flag(body, "skip_special_tokens", default=True),
+            unsent=self._unsent(body.get("prompt", "")) if echo else (),
+        )
 
     def _room(self, row: Sequence[int]) -> int:
         """How many tokens the answer to a prompt may have."""
@@ -211,12 +227,18 @@ class Reader:
         return self.longest
 
     def _ends(self, body: Mapping[str, Any]) -> frozenset[int]:
-        """The tokens that end an answer: the model's, unless they are to be ignored, and more."""
-        more = body.get("stop_token_ids", [])
+        """The tokens that end an answer: the model's, unless they are to be ignored, and more.
+
+        A stop that spells a special token is one of them, because that token may have no text.
+        """
+        ids = body.get("stop_token_ids", [])
         size = self.tokenizer.vocab_size
-        if not isinstance(more, list) or not all(type(x) is int and 0 <= x < size for x in more):
+        if not isinstance(ids, list) or not all(type(x) is int and 0 <= x < size for x in ids):
             raise ValueError(f"stop_token_ids must be a list of numbers from 0 to {size - 1}")
-        return frozenset(more) | (frozenset() if _flag(body, "ignore_eos") else self.ends)
+        special = self.tokenizer.special_ids
+        spelled = (special[stop] for stop in _stops(body) if stop in special)
+        ends = frozenset() if _flag(body, "ignore_eos") else self.ends
+        return ends.union(ids, spelled)
 
     def _biases(self, body: Mapping[str, Any]) -> dict[int, float]:
         """What is added to the logits of tokens, as OpenAI has it: {"50256": -100}."""
@@ -224,7 +246,9 @@ class Reader:
         if not isinstance(given, dict) or len(given) > BIASES:
             raise ValueError(f"logit_bias must be an object of at most {BIASES} tokens")
         for name, value in given.items():
-            if not (name.isdecimal() and name.isascii() and int(name) < size):
+            # A number of thousands of digits is beyond Python's limit.
+            fits = name.isdecimal() and name.isascii() and len(name) < 20
+            if not fits or int(name) >= size:
                 raise ValueError(f"logit_bias has the token {name!r}: give 0 to {size - 1}")
             if type(value) not in (int, float) or not -100 <= value <= 100:
                 raise ValueError(f"logit_bias of {name} is {value!r}: give a number, -100 to 100")
@@ -269,21 +293,40 @@ class Reader:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise ValueError("messages must be a list of at least one message")
-        plain = []
-        for each in messages:
-            if not isinstance(each, dict) or not isinstance(each.get("role"), str):
-                raise ValueError("messages must be objects with a role and a content")
-            content = each.get("content")
-            if isinstance(content, list) and all(
-                isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str)
-                for x in content
-            ):
-                content = "".join(x["text"] for x in content)
-            if not isinstance(content, str):
-                raise ValueError("a message's content must be text")
-            plain.append({"role": each["role"], "content": content})
-        ids, _ = next(encode_marked([self.template.prompt(plain)], self.tokenizer))
+        try:
+            conversation = self.template.prompt([_message(message) for message in messages])
+        except RecursionError:
+            raise ValueError("messages are nested too deeply: send fewer levels") from None
+        ids, _ = next(encode_marked([conversation], self.tokenizer))
         return [*self.begin[1], *ids.tolist()]
+
+    def _unsent(self, prompt: Any) -> tuple[int, ...]:
+        """The number of tokens before each prompt of a body that its client did not send."""
+        is_row = isinstance(prompt, str) or type(prompt[0]) is int
+        begin = len(self.begin[0])
+        return tuple(
+            max(begin, text == "") if isinstance(text, str) else 0
+            for text in ([prompt] if is_row else prompt)
+        )
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Returns a message as the chat template reads it, with all its fields, as in training."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError("messages must be objects with a role and a content")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list) and all(
+        isinstance(x, dict) and x.get("type") == "text" and isinstance(x.get("text"), str)
+        for x in content
+    ):
+        content = "".join(x["text"] for x in content)
+    if calls is not None and not (isinstance(calls, list) and all(type(x) is dict for x in calls)):
+        raise ValueError("a message's tool_calls must be a list of objects")
+    if not isinstance(content, str) and (content is not None or not calls):
+        raise ValueError("a message's content must be text, or null beside tool_calls")
+    # Clients send null for a field that they leave out; a content of null is one.
+    fields = {name: value for name, value in message.items() if value is not None}
+    return fields | ({"content": content} if "content" in message else {})
 
 
 def check_model(body: Mapping[str, Any], models: Sequence[str]) -> None:
@@ -321,8 +364,8 @@ def _number(body: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name, False)
+def _flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    value = body.get(name, default)
     if type(value) is not bool:
         raise ValueError(f"{name} is {value!r}: give true or false")
     return value
@@ -411,11 +454,16 @@ class Writer:
             "model": asked.model,
             "system_fingerprint": fingerprint,
         }
+        # Letters that each choice has told so far.
+        self._lengths: collections.Counter[int] = collections.Counter()
+        self._special = {id: text.encode() for text, id in tokenizer.special_ids.items()}
 
     def piece(self, event: Event, *, is_first: bool) -> bytes:
-        """The bytes of an event's token; an end has none."""
+        """The bytes of an event's token; an end has none, and special tokens only if asked for."""
         if event.token in self._asked.requests[0].ends:
             return b""
+        if event.token in self._special:
+            return self._special[event.token] if self._asked.shows_special else b""
         if is_first and self._asked.begins and event.token < self._tokenizer.vocab_size:
             return self._tokenizer.decode_bytes([event.token])
         return self._piece(event.token)
@@ -449,10 +497,11 @@ class Writer:
         return self._head | {"choices": [], "usage": self._usage(written)}
 
     def _event(self, index, said, told, reason) -> dict[str, Any]:
-        return self._head | {"choices": [self._choice(index, said, told, reason)]}
+        usage = {"usage": None} if self._asked.usage else {}
+        return self._head | {"choices": [self._choice(index, said, told, reason)]} | usage
 
     def _choice(self, index, said, told, reason) -> dict[str, Any]:
-        logprobs = self._logprobs(told) if self._asked.logprobs else None
+        logprobs = self._logprobs(index, told) if self._asked.logprobs else None
         return {"index": index, "finish_reason": reason, "logprobs": logprobs} | said
 
     def _usage(self, written: int) -> dict[str, int]:
@@ -463,18 +512,20 @@ class Writer:
             "total_tokens": read + written,
         }
 
-    def _logprobs(self, told: Sequence[Told]) -> dict[str, Any]:
+    def _logprobs(self, index: int, tokens: Sequence[Told]) -> dict[str, Any]:
         if self._asked.chat:
-            return {"content": [self._chat_logprob(x) for x in told], "refusal": None}
-        starts = np.cumsum([0, *(len(x.text) for x in told)])[:-1]
+            return {"content": [self._chat_logprob(x) for x in tokens], "refusal": None}
+        *starts, self._lengths[index] = itertools.accumulate(
+            (len(x.text) for x in tokens), initial=self._lengths[index]
+        )
         return {
-            "tokens": [self._name(x.token) for x in told],
-            "token_logprobs": [x.logprob for x in told],
+            "tokens": [self._name(x.token) for x in tokens],
+            "token_logprobs": [x.logprob for x in tokens],
             "top_logprobs": [
                 {self._name(token): value for token, value in x.top} if x.top else None
-                for x in told
+                for x in tokens
             ],
-            "text_offset": starts.tolist(),
+            "text_offset": starts,
         }
 
     def _chat_logprob(self, x: Told) -> dict[str, Any]:

@@ -276,7 +276,7 @@ def make_front(
         nonlocal reading
         if not has_key(request, key):
             return refusal(401, NO_KEY)
-        if reading + sum(each.live for each in replicas) >= limits.requests * len(replicas):
+        if reading + sum(replica.live for replica in replicas) >= limits.requests * len(replicas):
             return refusal(429, "too many requests are being answered: try again later")
         # Counted before anything is waited for, so that no more come in meanwhile.
         reading += 1
@@ -294,7 +294,7 @@ def make_front(
             return refusal(404, error.args[0])
         finally:
             reading -= 1
-        # As the client has encoded it: a decoded space or letter has no place in a request.
+        # The bytes of the client, because a request line has no decoded spaces and letters.
         path = request.scope.get("raw_path") or quote(request.url.path).encode()
         target = b"?".join(filter(None, (path, request.scope["query_string"])))
         parts = told(Request(request.method, target, request.headers.raw, raw), beginnings)
@@ -324,8 +324,8 @@ def make_front(
         for each in replicas:
             with contextlib.suppress(*lost):
                 if each.port is not None:
-                    asked = Request("GET", "/metrics", (), b"")
-                    async with passed_on(each.port, asked) as (_, body):
+                    scrape = Request("GET", "/metrics", (), b"")
+                    async with passed_on(each.port, scrape) as (_, body):
                         texts.append(b"".join([part async for part in body]).decode())
         return PlainTextResponse(summed(texts) + _own(replicas))
 

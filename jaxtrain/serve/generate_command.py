@@ -142,7 +142,10 @@ class Writer:
     def __init__(self, options: GenerateOptions, opened: Opened, mesh: Mesh):
         self.opened = opened
         self._options, self._mesh = options, mesh
-        self._ends = ends_of(opened.folder, opened.tokenizer)
+        self._special = opened.tokenizer.special_ids
+        # A stop that spells a special token ends a text by that token, which has no letters.
+        stops = (self._special[stop] for stop in options.stop if stop in self._special)
+        self._ends = (*ends_of(opened.folder, opened.tokenizer), *stops)
         self._read = self._written = self._rows = self._texts = 0
         self._reading = self._writing = 0.0
 
@@ -234,9 +237,11 @@ class Writer:
         yield from stream(model, params, batch, mesh=self._mesh)
 
     def _piece(self, token: int, *, is_first: bool) -> bytes | None:
-        """The bytes of a token; None of one without, or that the tokenizer lacks."""
+        """The bytes of a token; None for a special token, or one that the tokenizer lacks."""
         tokenizer = self.opened.tokenizer
-        if token >= tokenizer.vocab_size or not (piece := tokenizer.token_pieces([token])[0]):
+        if token >= tokenizer.vocab_size or token in self._special.values():
+            return None
+        if not (piece := tokenizer.token_pieces([token])[0]):
             return None
         if is_first and (self._options.chat or not isinstance(self.opened.model, DecoderConfig)):
             return tokenizer.decode_bytes([token])  # without a space that begins every text

@@ -1,6 +1,7 @@
 """Requests read and answers written, without a network."""
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data import ByteTokenizer
+from jaxtrain.data import ByteTokenizer, SubwordTokenizer
 from jaxtrain.data.chat import TEMPLATES, ChatTemplate
 from jaxtrain.serve.api import Reader, Text, Told, Writer
 from jaxtrain.serve.engine import Event
@@ -64,6 +65,51 @@ def test_a_chat_ends_where_the_assistant_is_to_speak():
         read({"messages": messages}, chat=True, reader=dataclasses.replace(READER, template=None))
 
 
+def test_the_chat_template_receives_all_fields_of_messages():
+    """With the text that transformers renders; content may be null beside tool calls alone."""
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    template = (
+        "{% for m in messages %}{{ m.role }} {{ m.name }}: {{ m.content or '' }}"
+        "{% for c in m.tool_calls or [] %}<{{ c.function | tojson }}>{% endfor %}"
+        "{{ m.tool_call_id }}{{ m.colour }}\n{% endfor %}"
+    )
+    reader = dataclasses.replace(READER, longest=999, template=ChatTemplate(template))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"q": "é"}'}}
+    user, answer = {"role": "user", "content": "a", "name": "ann"}, {"role": "assistant"}
+    tool = {"role": "tool", "tool_call_id": "1", "content": "b", "colour": "red"}
+    for content in ({}, {"content": None}, {"content": ""}, {"content": "c"}):
+        messages = [user, answer | content | {"tool_calls": [call]}, tool]
+        (rendered,), _ = utils.render_jinja_template([messages], chat_template=template)
+        (request,) = read({"messages": messages}, chat=True, reader=reader).requests
+        assert TOKENIZER.decode(request.prompt) == rendered
+    null = [user | {"tool_calls": None, "refusal": None}]  # what a client's library sends
+    assert read({"messages": null}, chat=True).requests
+    nested = functools.reduce(lambda value, _: [value], range(2000), "x")
+    for bad, message in (
+        (answer, "text, or null beside tool_calls"),
+        (answer | {"content": None, "tool_calls": []}, "text, or null beside tool_calls"),
+        (user | {"tool_calls": "f"}, "tool_calls must be a list of objects"),
+        (user | {"x": nested}, "nested too deeply"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read({"messages": [bad]}, chat=True)
+
+
+def test_special_tokens_have_a_text_only_if_they_are_asked_for():
+    pytest.importorskip("tokenizers")
+    tokenizer = SubwordTokenizer.train([b"a"], 257).adding("<turn>")
+    turn = tokenizer.special_ids["<turn>"]
+    reader = dataclasses.replace(READER, tokenizer=tokenizer)
+    for skips, text in ((None, b""), (True, b""), (False, b"<turn>")):
+        writer = Writer(
+            read({"prompt": "a", "skip_special_tokens": skips}, reader=reader), tokenizer
+        )
+        assert writer.piece(Event(0, turn, 0.0, (), None), is_first=True) == text
+    stopped = read({"prompt": "a", "stop": ["<turn>", "b"]}, reader=reader)
+    assert turn in stopped.requests[0].ends
+    assert Writer(stopped, tokenizer).piece(Event(0, turn, 0.0, (), "stop"), is_first=False) == b""
+
+
 def test_tokens_end_are_biased_and_are_cut_as_clients_of_vllm_ask():
     eod = TOKENIZER.eod
     body = {"prompt": "a", "top_k": -1, "min_p": 0.2, "logit_bias": {"97": -100, "98": 1.5}}
@@ -115,6 +161,9 @@ def test_tokens_end_are_biased_and_are_cut_as_clients_of_vllm_ask():
         ({"prompt": "a", "stream": 1}, "stream is 1"),
         ({"prompt": "a", "logprobs": 21}, "0 to 20"),
         ({"prompt": "a", "stream_options": {"x": 1}}, "stream_options"),
+        ({"prompt": "a", "stream_options": {"include_obfuscation": True}}, "include_obfuscation"),
+        ({"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias has the token '111.*: give 0"),
+        ({"prompt": "a", "skip_special_tokens": 0}, "skip_special_tokens is 0: give true or false"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_a_sentence(body, said):

@@ -190,3 +190,14 @@ def test_only_the_first_space_of_an_answer_is_left_out(tmp_path):
     show = generate_command.Writer(options, opened, None)._show
     assert show([1, 2, 0]) == "x b"  # "x" is held back, for it begins what stops
     assert show([3, 2, 0]) == " b"
+
+
+def test_special_tokens_have_no_text_and_end_one_if_a_stop_spells_them(tmp_path):
+    pytest.importorskip("tokenizers")
+    tokenizer = SubwordTokenizer.train([b"a"], 257).adding("<turn>")
+    (tmp_path / "config.json").write_text("{}")
+    opened = Opened(None, None, tokenizer, str(tmp_path), ((), ()))
+    a, turn = *tokenizer.encode("a").tolist(), tokenizer.special_ids["<turn>"]
+    for stop, text in (((), "aa"), (("<turn>",), "a")):
+        options = generate_command.GenerateOptions("nowhere", stop=stop)
+        assert generate_command.Writer(options, opened, None)._show([a, turn, a]) == text

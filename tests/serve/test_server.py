@@ -46,6 +46,25 @@ def test_an_answer_in_a_stream_is_the_whole_answer(server):
     assert "".join(x["choices"][0]["text"] for x in parts) == choice["text"]
     assert parts[-1]["choices"][0]["finish_reason"] == "length"
     assert usage["usage"] == whole["usage"]
+    assert all(part["usage"] is None for part in parts)  # as OpenAI has it, if usage is asked for
+
+
+def test_offsets_of_a_stream_count_on(server):
+    body = ASKED | {"logprobs": 0, "echo": True, "n": 2, "stream_options": {}}
+    _, answer = server.complete(**body)
+    assert "".join(answer["choices"][0]["logprobs"]["tokens"][:5]) == "hello"
+    _, text = server.ask("/v1/completions", body | {"stream": True})
+    for choice in answer["choices"]:
+        offsets = [
+            offset
+            for event in events(text)
+            for part in event["choices"]
+            if part["index"] == choice["index"]
+            for offset in part["logprobs"]["text_offset"]
+        ]
+        assert offsets == choice["logprobs"]["text_offset"]
+        assert offsets[:6] == [0, 1, 2, 3, 4, 5]
+    assert "usage" not in events(text)[0]
 
 
 def test_a_chat_is_answered_by_its_seed(server):
@@ -81,6 +100,14 @@ def test_a_prompt_is_scored(server):
     assert scores[0] is None
     assert scores[1:] == [x for x, _ in server.worker.engine.score(tokens)]
     assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+    # A text follows an end of document, which is not returned: the first token has a score, too.
+    _, text = server.complete(**asked | {"prompt": "hello"})
+    logprobs = text["choices"][0]["logprobs"]
+    assert (text["choices"][0]["text"], logprobs["tokens"]) == ("hello", list("hello"))
+    scores_behind_end = [x for x, _ in server.worker.engine.score([256, *tokens])]
+    assert logprobs["token_logprobs"] == scores_behind_end
+    assert logprobs["text_offset"] == [0, 1, 2, 3, 4]
+    assert server.complete(prompt="", max_tokens=0, echo=True)[1]["choices"][0]["text"] == ""
     _, more = server.complete(**asked | {"max_tokens": 2, "temperature": 0})
     assert more["choices"][0]["logprobs"]["token_logprobs"][:5] == scores
 
@@ -283,6 +310,13 @@ def test_openai_s_client_reads_the_answers(server):
     given = {"model": "small", "messages": messages, "max_tokens": 5, "seed": 2}
     chat = client.chat.completions.create(**given, logprobs=True, top_logprobs=2)
     assert len(chat.choices[0].logprobs.content[0].top_logprobs) == 2
+    options = {"include_usage": True, "include_obfuscation": False}
+    stream = client.completions.create(model="small", **ASKED, stream=True, stream_options=options)
+    assert [part.usage is None for part in stream] == [True] * 9 + [False]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history = [*messages, chat.choices[0].message.model_dump() | {"tool_calls": [call]}]
+    history += [{"role": "tool", "tool_call_id": "1", "content": "b"}]
+    assert client.chat.completions.create(**given | {"messages": history}).choices
     stream = client.chat.completions.create(**given, stream=True)
     told = "".join(part.choices[0].delta.content or "" for part in stream)
     assert told == chat.choices[0].message.content
