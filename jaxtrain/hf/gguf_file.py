@@ -7,7 +7,7 @@ Shapes: V tokens, D width, H heads, K features per head.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,28 @@ ARCHITECTURES |= {"mistral": "llama", "gemma3_text": "gemma3"}
 WINDOWS = {"gemma2": 2, "gemma3": 6}
 # Layers of the models whose scores are divided by sqrt(D / H), and not by sqrt(K).
 OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
-# What tokenizers split texts by, and llama.cpp's name of it; alone, ByteLevel is GPT-2's.
+# llama.cpp's names of pre-tokenizers by their regexes, and the steps of a tokenizer.json that its
+# byte-level tokenizers are equal to, by their names.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}| ?[^\s\p{{L}}\p{{N}}]+"
     r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPLITS = {_WORDS.format("{1,3}"): "llama-bpe", _WORDS.format(""): "qwen2"}
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+_BYTE_WORDS = _BYTES | {"use_regex": True}
+_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+PRES = {name: [_SPLIT | {"pattern": {"Regex": x}}, _BYTES] for x, name in SPLITS.items()}
+PRES |= {"gpt-2": [_BYTE_WORDS]}
+PRES |= {"smollm": [{"type": "Digits", "individual_digits": True}, _BYTE_WORDS]}
+# The normalizers and pre-tokenizers that its tokenizer of marked spaces is equal to, and whether a
+# space comes before each text. Gemma's pre-tokenizer finds no space, because all are marked.
+_SPACE = {"pattern": {"String": " "}}
+_MARK = {"type": "Replace", "content": "\u2581"} | _SPACE
+_FRONT = {"type": "Prepend", "prepend": "\u2581"}
+_PARTS = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "never", "split": False}
+_GEMMA = _SPLIT | _SPACE | {"behavior": "MergedWithPrevious"}
+MARKS = [([_FRONT, _MARK], [], True), ([_MARK], [], False), ([_MARK], [_GEMMA], False)]
+MARKS += [([], [_PARTS], False)]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
@@ -190,76 +206,167 @@ def _tokenizer(files: Mapping[str, str], vocab_size: int) -> dict[str, Any]:
         return {
             "tokens": [*(letter for letter, _ in letters), EOD],
             "types": [NORMAL] * bytes_.eod + [CONTROL],
-            "add_bos": False,
+            "bos": None,
+            "add_eos": False,
             "model": "gpt2",
             "pre": "gpt-2",
             # llama.cpp wants one at least: of bytes that are in no UTF-8.
             "merges": [" ".join([letters[255][0]] * 2)],
         }
-    own = json.loads(files["tokenizer.json"])
-    model, text = own["model"], json.dumps([own["pre_tokenizer"], own["decoder"]])
+    return _of_json(files["tokenizer.json"], vocab_size)
+
+
+def _of_json(text: str, vocab_size: int) -> dict[str, Any]:
+    """The fields of a tokenizer.json that llama.cpp cuts into the same tokens.
+
+    Raises:
+      ValueError: it would cut some text into other tokens.
+    """
+    library = extras.load("tokenizer.json in a GGUF file needs tokenizers", "text", "tokenizers")
+    try:
+        tokenizer = library.Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises no narrower one
+        raise ValueError(f"tokenizer.json is none that tokenizers reads ({error})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    state = json.loads(tokenizer.to_str())
+    model, added = state["model"], {x["content"]: x for x in state["added_tokens"]}
     if model["type"] != "BPE":
         raise ValueError(
             f"tokenizer.json is {model['type']}: of llama.cpp's tokenizers BPE alone is written "
             "here; use --format safetensors"
         )
-    pieces = {id: piece for piece, id in model["vocab"].items()}
+    vocab, pairs = model["vocab"], [tuple(pair) for pair in model["merges"]]
+    normal, words = (list(_steps(state[part])) for part in ("normalizer", "pre_tokenizer"))
+    for token in added.values():
+        flags = ["lstrip", "rstrip", "single_word", *["normalized"] * (_FRONT in normal)]
+        if flag := next((flag for flag in flags if token[flag]), None):
+            raise _no_equal(f"its token {token['content']!r} has {flag}")
+    for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model[option]:
+            raise _no_equal(f"its model has {option}={model[option]!r}")
+    pieces = {id: piece for piece, id in vocab.items()}
     kinds = {id: BYTE if _is_byte(piece) else NORMAL for id, piece in pieces.items()}
     if model.get("unk_token") is not None:
-        kinds[model["vocab"][model["unk_token"]]] = UNKNOWN
-    for each in own["added_tokens"]:
-        pieces[each["id"]] = each["content"]
-        if kinds.get(each["id"]) != UNKNOWN:
-            kinds[each["id"]] = CONTROL if each["special"] else USER_DEFINED
-    found = {
+        kinds[vocab[model["unk_token"]]] = UNKNOWN
+    for token in added.values():
+        pieces[token["id"]] = token["content"]
+        if kinds.get(token["id"]) != UNKNOWN:
+            kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
+    example = tokenizer.encode("x")
+    first, *middle, last = [*example.special_tokens_mask, 0, 0][: max(2, len(example))]
+    if any(middle):
+        raise _no_equal("it puts several special tokens beside a text")
+    tokens = {
         "tokens": [pieces.get(id, f"[PAD{id}]") for id in range(vocab_size)],
         "types": [kinds.get(id, UNUSED) for id in range(vocab_size)],
-        "add_bos": _first_special(own.get("post_processor")),
+        "bos": example.ids[0] if first else None,
+        "add_eos": bool(last),
     }
-    pairs = [x.split(" ") if isinstance(x, str) else x for x in model["merges"]]
-    if "ByteLevel" in text:
-        splits = [x["Regex"] for x in _dicts(own["pre_tokenizer"]) if "Regex" in x]
-        pre = "gpt-2" if not splits else SPLITS.get(splits[0])
+    if "ByteLevel" in {step["type"] for step in words}:
+        pre = next((name for name, steps in PRES.items() if steps == words), None)
         if pre is None:
-            raise ValueError(
-                f"tokenizer.json splits texts by {splits[0]!r}, of which no name in llama.cpp is "
-                "known here: those of GPT-2, Llama 3 and Qwen are"
-            )
-        return found | {"model": "gpt2", "pre": pre, "merges": [" ".join(x) for x in pairs]}
-    # As of Llama 2 and Gemma: pairs are merged by the score of what comes of them.
-    rank: dict[str, int] = {}
-    for place, (a, b) in enumerate(pairs):
-        rank.setdefault(a + b, place)
-    scores = [-float(rank.get(piece, -1) + 1) for piece in found["tokens"]]
-    spaced = any(x.get("prepend_scheme") in ("always", "first") for x in _dicts(own))
-    spaced |= any(x.get("type") == "Prepend" for x in _dicts(own["normalizer"]))
-    return found | {"model": "llama", "pre": "default", "scores": scores, "space": spaced}
+            raise _no_equal(f"it splits texts by {_named(words)}")
+        if normal not in ([], [{"type": "NFC"}]):  # nearly all text is composed already
+            raise _no_equal(f"its normalizer is {_named(normal)}")
+        alphabet, merges = byte_alphabet(), [" ".join(pair) for pair in pairs]
+        tokens |= {"model": "gpt2", "pre": pre, "merges": merges}
+    else:
+        space = next((space for *steps, space in MARKS if steps == [normal, words]), None)
+        if space is None:
+            raise _no_equal(f"it marks spaces by {_named([*normal, *words])}")
+        alphabet = {f"<0x{byte:02X}>" for byte in range(256 if model["byte_fallback"] else 257)}
+        rank = _check_scores(vocab, pairs, added)
+        scores = [-float(rank.get(piece, -1) + 1) for piece in tokens["tokens"]]
+        tokens |= {"model": "llama", "pre": "default", "scores": scores, "space": space}
+    if not set(alphabet) <= vocab.keys():
+        raise _no_equal("it has no token for some bytes")
+    whole_words = bool(model.get("ignore_merges"))
+    if whole_words != (tokens["pre"] == "llama-bpe"):
+        # No difference where merges make every token.
+        model["ignore_merges"] = False
+        merged = library.Tokenizer.from_str(json.dumps(state)).model
+        if any(len(merged.tokenize(piece)) != 1 for piece in vocab.keys() - added.keys()):
+            raise _no_equal(f"it has ignore_merges={whole_words}")
+    return tokens
+
+
+def _check_scores(
+    vocab: Mapping[str, int], pairs: Sequence[tuple[str, str]], added: Mapping[str, Any]
+) -> dict[str, int]:
+    """Returns the rank of each token that pairs are merged to, as of Llama 2 and Gemma.
+
+    llama.cpp merges any two neighbours that make a token, by the score of that token.
+
+    Raises:
+      ValueError: the merges lack such a pair, or rank pairs of one token far apart.
+    """
+    merges, rank, previous = set(pairs), {}, ""
+    for place, pair in enumerate(pairs):
+        token = "".join(pair)
+        if token in rank and token != previous and token not in added:
+            raise _no_equal(f"its merges to {token!r} are not beside each other")
+        rank.setdefault(token, place)
+        previous = token
+    for token in vocab.keys() - added.keys():
+        for pair in ((token[:i], token[i:]) for i in range(1, len(token))):
+            if pair[0] in vocab and pair[1] in vocab and pair not in merges:
+                raise _no_equal(f"it does not merge {pair[0]!r} and {pair[1]!r} to a token")
+    return rank
+
+
+def _steps(part: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, without those fields that cut no text."""
+    if part is None:
+        return
+    for inner in part.get("normalizers", part.get("pretokenizers", [])):
+        yield from _steps(inner)
+    if part["type"] != "Sequence":
+        yield {name: value for name, value in part.items() if name != "trim_offsets"}
+
+
+def _named(steps: Sequence[Mapping[str, Any]]) -> str:
+    values = (
+        f"{x['type']}({', '.join(f'{k}={v!r}' for k, v in x.items() if k != 'type')})"
+        for x in steps
+    )
+    return ", ".join(values) or "nothing"
+
+
+def _no_equal(why: str) -> ValueError:
+    return ValueError(
+        f"tokenizer.json has no equal in llama.cpp, which would read other tokens: {why}; use "
+        "--format safetensors"
+    )
 
 
 def _add_tokens(
-    writer: Any, found: Mapping[str, Any], fields: Mapping[str, Any], files: Mapping[str, str]
+    writer: Any, tokens: Mapping[str, Any], fields: Mapping[str, Any], files: Mapping[str, str]
 ) -> None:
-    writer.add_tokenizer_model(found.get("model", "none"))
-    if not found:
+    writer.add_tokenizer_model(tokens.get("model", "none"))
+    if not tokens:
         return
-    writer.add_tokenizer_pre(found["pre"])
-    writer.add_token_list(found["tokens"])
-    writer.add_token_types(found["types"])
-    if found["model"] == "gpt2":
-        writer.add_token_merges(found["merges"])
+    writer.add_tokenizer_pre(tokens["pre"])
+    writer.add_token_list(tokens["tokens"])
+    writer.add_token_types(tokens["types"])
+    if tokens["model"] == "gpt2":
+        writer.add_token_merges(tokens["merges"])
     else:
-        writer.add_token_scores(found["scores"])
-        writer.add_add_space_prefix(found["space"])
+        writer.add_token_scores(tokens["scores"])
+        writer.add_add_space_prefix(tokens["space"])
     for name in ("bos", "eos", "pad"):
         ids = fields.get(f"{name}_token_id")
+        if name == "bos" and tokens["bos"] is not None:
+            ids = tokens["bos"]
         ids = ids if isinstance(ids, list) else [ids]
         if ids[:1] != [None] and ids:
             getattr(writer, f"add_{name}_token_id")(ids[0])
         if name == "eos" and len(ids) > 1:  # a second one, which ends turns
             writer.add_eot_token_id(ids[1])
-    if found["model"] == "llama" and UNKNOWN in found["types"]:
-        writer.add_unk_token_id(found["types"].index(UNKNOWN))
-    writer.add_add_bos_token(found["add_bos"])
+    if tokens["model"] == "llama" and UNKNOWN in tokens["types"]:
+        writer.add_unk_token_id(tokens["types"].index(UNKNOWN))
+    writer.add_add_bos_token(tokens["bos"] is not None)
+    writer.add_add_eos_token(tokens["add_eos"])
     template = files.get(TEMPLATE) or json.loads(files.get(TOKENIZER_CONFIG, "{}")).get(
         "chat_template"
     )
@@ -269,16 +376,3 @@ def _add_tokens(
 
 def _is_byte(piece: str) -> bool:
     return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
-
-
-def _first_special(processor: Any) -> bool:
-    """Whether a post-processor puts a token before every text."""
-    templates = (x["single"] for x in _dicts(processor) if "single" in x)
-    return any("SpecialToken" in template[0] for template in templates if template)
-
-
-def _dicts(tree: Any) -> Sequence[Mapping[str, Any]]:
-    """All objects within JSON."""
-    if isinstance(tree, list):
-        return [x for each in tree for x in _dicts(each)]
-    return [tree, *_dicts(list(tree.values()))] if isinstance(tree, dict) else []

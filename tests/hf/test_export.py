@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import urllib.request
 
 import jax
 import jax.numpy as jnp
@@ -249,21 +250,28 @@ def byte_level():
     return data.SubwordTokenizer.train([text.encode()], 290)
 
 
-def sentencepiece(split=False):
+def sentencepiece():
     """As of Llama 2: words begin with a mark, and what is unknown is bytes."""
     tokenizers = pytest.importorskip("tokenizers")
-    own = tokenizers.Tokenizer(
+    trained = tokenizers.Tokenizer(
         tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
-    own.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=split)
-    own.decoder = tokenizers.decoders.ByteFallback()
+    parts = tokenizers.normalizers
+    marks = [parts.Prepend("\u2581"), parts.Replace(" ", "\u2581")]
+    trained.normalizer = parts.Sequence(marks)
+    trained.decoder = tokenizers.decoders.ByteFallback()
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=320, special_tokens=special, show_progress=False
     )
-    own.train_from_iterator(["the thesis of the theme is the theme of a thesis"] * 9, trainer)
-    state = json.loads(own.to_str())
+    words = ["the", "thesis", "of", "the", "theme", "is", "the", "theme", "of", "a", "thesis"]
+    trained.train_from_iterator(words * 9, trainer)
+    state = json.loads(trained.to_str())
     state["added_tokens"] = state["added_tokens"][:3]  # bytes are no special tokens
+    # All pairs that make a token, in the order of the tokens, as converters write them.
+    vocab = state["model"]["vocab"]
+    cuts = ((token[:i], token[i:]) for token in vocab for i in range(1, len(token)))
+    state["model"]["merges"] = [pair for pair in cuts if vocab.keys() >= {*pair}]
     text = {"Sequence": {"id": "A", "type_id": 0}}
     state["post_processor"] = {
         "type": "TemplateProcessing",
@@ -302,12 +310,108 @@ def test_a_gguf_file_has_the_tokenizer(kind, tmp_path):
     wanted = tokenizers.Tokenizer.from_str(own)
     for text in TEXTS:
         ids = opened(text, add_special_tokens=False)["input_ids"]
-        assert ids == wanted.encode(text, add_special_tokens=False).ids, text
+        if (kind, text) != ("llama", " a"):  # which transformers reads as "a" from a GGUF file
+            assert ids == wanted.encode(text, add_special_tokens=False).ids, text
     assert opened.chat_template == "{{ messages }}"
     assert opened.eos_token == ("</s>" if kind == "llama" else "<|endoftext|>")
     read = pytest.importorskip("gguf").GGUFReader(folder / "model.gguf").fields
     assert len(read["tokenizer.ggml.tokens"].data) == 330
     assert read["tokenizer.ggml.add_bos_token"].contents() == (kind == "llama")
+
+
+METASPACE = {
+    "type": "Metaspace",
+    "replacement": "\u2581",
+    "prepend_scheme": "first",
+    "split": False,
+}
+# The cause that the error names, with a part of tokenizer.json and its change.
+OTHERS = {
+    "ByteLevel(add_prefix_space=False, use_regex=False)": ("pre_tokenizer", {"use_regex": False}),
+    "ByteLevel(add_prefix_space=True, use_regex=True)": (
+        "pre_tokenizer",
+        {"add_prefix_space": True},
+    ),
+    "it splits texts by WhitespaceSplit": ("pre_tokenizer", None),
+    "its normalizer is Lowercase": ("normalizer", {"type": "Lowercase"}),
+    "it has ignore_merges=True": ("model", {"ignore_merges": True}),
+    "its model has dropout=0.5": ("model", {"dropout": 0.5}),
+    "its token '<|endoftext|>' has lstrip": ("added_tokens", {"lstrip": True}),
+}
+
+
+def changed(text, part, change):
+    """A tokenizer.json with a change of a part."""
+    state = json.loads(text)
+    if part == "added_tokens":
+        state[part][0] |= change
+    elif change is None:
+        steps = [{"type": "WhitespaceSplit"}, state[part]]
+        state[part] = {"type": "Sequence", "pretokenizers": steps}
+    else:
+        state[part] = (state[part] or {}) | change
+    return json.dumps(state)
+
+
+@pytest.mark.parametrize(("cause", "change"), OTHERS.items(), ids=list(OTHERS))
+def test_a_tokenizer_that_llama_cpp_lacks_is_refused(cause, change):
+    state = json.loads(byte_level().to_json())
+    state["model"]["vocab"]["zq"] = 290  # no merge makes it
+    text = json.dumps(state)
+    assert gguf_file._tokenizer({"tokenizer.json": text}, 291)["pre"] == "gpt-2"
+    with pytest.raises(ValueError, match=re.escape(cause)):
+        gguf_file._tokenizer({"tokenizer.json": changed(text, *change)}, 291)
+
+
+def test_a_tokenizer_of_marks_is_refused_where_spaces_or_merges_differ():
+    state = json.loads(sentencepiece())
+    state["model"]["vocab"] |= {"hem": 330, "them": 331}
+    *pairs, last = state["model"]["merges"]
+    hem, two = [["he", "m"]], [["the", "m"], ["t", "hem"]]
+    read = lambda **change: gguf_file._tokenizer(  # noqa: E731
+        {"tokenizer.json": json.dumps(state | change)}, 332
+    )
+    merging = lambda *merges: {"model": state["model"] | {"merges": merges}}  # noqa: E731
+    state |= merging(*pairs, *hem, *two, last)
+    assert read()["space"]
+    for cause, change in {
+        "marks spaces by Metaspace": {"normalizer": None, "pre_tokenizer": METASPACE},
+        "it has no token for some bytes": {"model": state["model"] | {"byte_fallback": False}},
+        "it does not merge 't' and 'hem' to": merging(*pairs, *hem, two[0], last),
+        "its merges to 'them' are not": merging(*pairs, *hem, two[0], last, two[1]),
+    }.items():
+        with pytest.raises(ValueError, match=cause):
+            read(**change)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["marks", "whole words", *gguf_file.PRES])
+def test_llama_cpp_cuts_texts_the_same(kind, tmp_path):
+    cpp, tokenizers = pytest.importorskip("xllamacpp"), pytest.importorskip("tokenizers")
+    state = json.loads(sentencepiece() if kind == "marks" else byte_level().to_json())
+    if kind != "marks":
+        steps = gguf_file.PRES["llama-bpe" if kind == "whole words" else kind]
+        steps = [{"trim_offsets": True} | step for step in steps]
+        state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    if kind == "whole words":
+        state["model"]["vocab"]["zq"] = 290
+        state["model"]["ignore_merges"] = True
+    file, content = tmp_path / "model" / "model.gguf", json.dumps(state)
+    config = dataclasses.replace(LLAMA, vocab_size=330)
+    fields, files = {"bos_token_id": 1, "eos_token_id": 2}, {"tokenizer.json": content}
+    gguf_file.save(file.parent, config, drawn(decoder, config), fields=fields, files=files)
+    options = cpp.CommonParams()
+    options.model.path, options.n_ctx, options.n_parallel, options.warmup = str(file), 64, 1, False
+    server, tokenizer = cpp.Server(options), tokenizers.Tokenizer.from_str(content)
+    r = np.random.default_rng(0)
+    drawn_texts = [
+        "".join(r.choice(list("ab \n\t.'s1zq<>thé")) for _ in range(60)) for _ in range(30)
+    ]
+    for text in (*TEXTS[:3], "zq zq", "a</s>b </s> c", "10 100 1000", *drawn_texts):
+        query = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
+        request = urllib.request.Request(f"{server.listening_address}/tokenize", query)
+        tokens = json.loads(urllib.request.urlopen(request).read())["tokens"]
+        assert tokens == tokenizer.encode(text).ids, text
 
 
 @pytest.mark.parametrize(
