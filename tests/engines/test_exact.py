@@ -276,7 +276,7 @@ def follow(axes, exact, declared=True, grains=6, **more):
     chain = optax.adam(1e-2)
     given = {"mesh": mesh, "rules": [("w", ("fsdp", None))]}
     how = {"has_model_state": True}
-    state = jt.init_state(init, chain, jax.random.key(0), **given, **how)
+    state = jt.init_state(init, chain, jax.random.key(0), whole=True, **given, **how)
     step = jt.build_train_step(loss, chain, exact=grains if exact else 0, **how)
     train = jt.compile_step(step, state, batches[0], **given)
     evaluate = jt.build_eval_step(loss, exact=grains if exact else 0, **how)
