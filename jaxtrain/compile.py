@@ -92,6 +92,8 @@ class CompiledStep:
         Raises:
           ValueError: where a leaf has another shape or dtype than the step was compiled for, or the
             state has been donated to an earlier call.
+          FloatingPointError: a result has a NaN under ``jax_debug_nans``, or an infinity under
+            ``jax_debug_infs``.
         """
         # A program that reads donated buffers may end the process. All are donated together, and to
         # look at one of them costs next to nothing.
@@ -108,12 +110,17 @@ class CompiledStep:
                 "one that the call returned, or compile with donate=False"
             )
         try:
-            return self.compiled(state, self.place(batch))
+            if not (jax.config.jax_debug_nans or jax.config.jax_debug_infs):
+                return self.compiled(state, self.place(batch))
+            with jax.debug_nans(False), jax.debug_infs(False):
+                result = self.compiled(state, self.place(batch))
         except (TypeError, ValueError):
             # Looked for only now, so that a good call pays nothing for it.
             for what, *pair in zip(("state", "batch"), self.arguments, (state, batch), strict=True):
                 _check_like(what, *pair)
             raise
+        _check_numbers(result)
+        return result
 
     def place(self, batch: PyTree) -> PyTree:
         """Puts a batch where the step expects it; arrays already there are passed on.
@@ -378,6 +385,26 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
         Check("state returned as it came", text, not moved),
         Check("largest leaf on every device", f"{name}, {size:,} bytes", True),
     ]
+
+
+def _check_numbers(result: Any) -> None:
+    """Raises for a NaN under ``jax_debug_nans``, and for an infinity under ``jax_debug_infs``.
+
+    JAX checks too, but no longer in a thread that has left ``jax.debug_nans(False)`` once. Many of
+    its functions do, for example ``jnp.var`` (jax 0.10.2 and 0.12.0.1).
+    """
+    pair = isinstance(result, tuple) and len(result) == 2
+    leaves = named_leaves({"metrics": result[1], "state": result[0]} if pair else result)
+    numbers = {name: x for name, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    checks = ("jax_debug_nans", "NaN", jnp.isnan), ("jax_debug_infs", "an infinity", jnp.isinf)
+    for option, kind, is_bad in checks:
+        checked = numbers.items() if getattr(jax.config, option) else ()
+        if bad := [name for name, x in checked if is_bad(x).any()]:
+            raise FloatingPointError(
+                f"{bad[0]!r} has {kind}, as {len(bad)} of {len(numbers)} results of a compiled "
+                f"step do, and {option.upper()} is set, which forbids it: repair the loss or the "
+                "data, or unset it to go on"
+            )
 
 
 def _check_products(jaxpr: Any, batch: PyTree) -> list[Check]:

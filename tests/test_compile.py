@@ -79,6 +79,22 @@ def test_a_step_is_compiled_where_jax_debug_nans_donates_nothing():
     assert "jax_debug_nans and jax_debug_infs keep what they" in train.report()
 
 
+@pytest.mark.parametrize(
+    ("option", "bad"), [("jax_debug_nans", np.nan), ("jax_debug_infs", np.inf)]
+)
+def test_debug_flags_of_jax_are_honoured(option, bad):
+    """JAX's own check is off once ``jnp.var`` has been traced."""
+    step = lambda state, x: ({"w": state["w"] + jnp.var(jnp.ones(3))}, {"loss": x.sum()})  # noqa: E731
+    jax.config.update(option, True)
+    try:
+        train = jt.compile_step(step, {"w": jnp.ones(2)}, jnp.ones(4))
+        state, _ = train({"w": jnp.ones(2)}, jnp.ones(4))
+        with pytest.raises(FloatingPointError, match=f"'metrics/loss' has .*{option.upper()} is"):
+            train(state, np.full(4, bad, np.float32))
+    finally:
+        jax.config.update(option, False)
+
+
 def test_a_leaf_that_is_not_donated_or_comes_back_elsewhere_is_reported_by_name():
     mesh = jt.make_mesh(data=8)
     placed, split = (NamedSharding(mesh, P(*axes)) for axes in ((), ("data",)))

@@ -68,17 +68,19 @@ def refusing(*config_types: type) -> Iterator[None]:
     """Ends the program with a sentence where its body raises an error of the user's making.
 
     Those are ``ValueError`` (and its kinds: what is no JSON, no UTF-8, another model's or a damaged
-    checkpoint), ``OSError`` (files, folders, disks), and ``ImportError`` for an optional package.
+    checkpoint), ``OSError`` (files, folders, disks), ``ImportError`` for an optional package, and
+    ``FloatingPointError`` where JAX's debug flags forbid a number.
     The sentence names the program's flags, which are the fields of the given dataclasses.
     """
     try:
         yield
     except BrokenPipeError:  # nobody reads the output of a command
         raise
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
         # A failed import statement is a bug, or a broken installation.
         failed_import = isinstance(error, ImportError) and error.name is not None
-        if failed_import or (isinstance(error, ValueError) and called_back(error)):
+        by_value = isinstance(error, ValueError | FloatingPointError)
+        if failed_import or (by_value and called_back(error)):
             raise
         raise refuse(error, *config_types) from None
 
