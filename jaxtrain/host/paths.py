@@ -69,11 +69,9 @@ def scheme_of(path: epath.PathLike) -> str:
 
 def file_system(path: epath.PathLike) -> tuple[Any, str]:
     """Returns fsspec's file system of a path in a bucket, and what the path is called there."""
-    import fsspec
-
     as_path(path)
     # The name by which etils asks for it.
-    return fsspec.core.url_to_fs(re.sub("^gs://", "gcs://", str(path)))
+    return remote.open_system(re.sub("^gs://", "gcs://", str(path)))
 
 
 def read_object(path: epath.PathLike, start: int | None = None, stop: int | None = None) -> bytes:

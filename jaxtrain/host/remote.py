@@ -25,6 +25,24 @@ def register(scheme: str) -> bool:
     return known
 
 
+def open_system(url: str) -> tuple[Any, str]:
+    """Returns fsspec's file system of a path, and the name of the path there; raises ImportError
+    where a library is missing."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except OSError as error:
+        if "Unable to load lib" not in str(
+            error
+        ):  # pyarrow lists every place that it has looked in
+            raise
+        raise ImportError(
+            f"'{url}' needs Java and Hadoop's native library, and libjvm or libhdfs is not here: "
+            "install both, and set JAVA_HOME, HADOOP_HOME and CLASSPATH"
+        ) from None
+
+
 def _parts(parts: tuple[epath.PathLike, ...]) -> tuple[str]:
     """The text of a path with its scheme as its first part: ``/hdfs/host/a``."""
     text = "/".join(map(str, parts))
@@ -63,9 +81,7 @@ class RemotePath(epath.Path):
         return str(self)
 
     def _system(self) -> tuple[Any, str]:
-        import fsspec
-
-        return fsspec.core.url_to_fs(str(self))
+        return open_system(str(self))
 
     def _ask(self, call: str, *args: Any, **options: Any) -> Any:
         system, path = self._system()

@@ -30,12 +30,12 @@ def forms(folder):
 
 
 def test_every_form_has_the_batches_of_a_list_of_dicts(tmp_path):
-    wanted = [Batches(ROWS, global_batch=4, seed=3).batch(step) for step in range(4)]
+    expected = [Batches(ROWS, global_batch=4, seed=3).batch(step) for step in range(4)]
     passes = [batch for batch, _ in whole_batches(ROWS, 4)]
     for rows in forms(tmp_path):
         batches = Batches(rows, global_batch=4, seed=3)
         assert batches.shapes == Batches(ROWS, global_batch=4, seed=3).shapes
-        jax.tree.map(np.testing.assert_array_equal, [batches.batch(n) for n in range(4)], wanted)
+        jax.tree.map(np.testing.assert_array_equal, [batches.batch(n) for n in range(4)], expected)
         held_out = [batch for batch, _ in whole_batches(rows, 4)]
         jax.tree.map(np.testing.assert_array_equal, held_out, passes)
 
@@ -43,10 +43,10 @@ def test_every_form_has_the_batches_of_a_list_of_dicts(tmp_path):
 def test_tensors_in_rows_are_read():
     torch = pytest.importorskip("torch")
     x, y = torch.tensor(X), torch.tensor(Y)
-    wanted = Batches(ROWS, global_batch=4, seed=3).batch(1)
+    expected = Batches(ROWS, global_batch=4, seed=3).batch(1)
     for rows in ({"x": x, "y": y}, [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]):
         got = Batches(rows, global_batch=4, seed=3).batch(1)
-        jax.tree.map(np.testing.assert_array_equal, got, wanted)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
     with pytest.raises(ValueError, match=r"'x', a torch.Tensor, which NumPy cannot read .*float"):
         Batches({"x": x.bfloat16()}, global_batch=4, seed=3)
     loader = torch.utils.data.DataLoader(ROWS, batch_size=2)
@@ -97,8 +97,8 @@ def endless(opened):
 
 def test_a_stream_has_the_same_rows_from_every_step_on():
     opened = []
-    whole = Batches(endless(opened), global_batch=4, seed=0)
-    with whole.stream() as stream:
+    batches = Batches(endless(opened), global_batch=4, seed=0)
+    with batches.stream() as stream:
         steps = [next(stream)["x"].tolist() for _ in range(5)]
     assert steps == [[4 * step + row for row in range(4)] for step in range(5)]
     assert opened == [0, 0]  # the shapes, and the run
@@ -155,10 +155,10 @@ def test_a_stream_that_ends_or_fails_says_so():
 
 def test_a_config_takes_them_and_tells_sets_from_arrays():
     config = jt.Config(global_batch=4, steps=3, seed=3)
-    own = config.batches_of({"x": X, "y": Y}, {"x": X, "y": Y})
-    assert own["batch"] == Batches(ROWS, global_batch=4, seed=3).shapes
-    assert own["steps_per_epoch"] == 1.5
-    assert list(own["eval_batches"]) == [""]
+    of_arrays = config.batches_of({"x": X, "y": Y}, {"x": X, "y": Y})
+    assert of_arrays["batch"] == Batches(ROWS, global_batch=4, seed=3).shapes
+    assert of_arrays["steps_per_epoch"] == 1.5
+    assert list(of_arrays["eval_batches"]) == [""]
     two = config.batches_of(RowStream(lambda position: ROWS[position:]), {"a": ROWS, "b": {"x": X}})
     assert (two["steps_per_epoch"], list(two["eval_batches"])) == (None, ["a", "b"])
     with pytest.raises(ValueError, match="the rows are a generator: "):
@@ -171,6 +171,6 @@ def test_a_tensor_in_the_batch_of_a_compiled_step_is_named():
     torch = pytest.importorskip("torch")
     batch = {"x": jax.numpy.ones(4)}
     step = jt.compile_step(lambda state, batch: (state, batch["x"].sum()), batch, batch)
-    for call in (step, lambda *given: jt.compile_step(step, *given)):
+    for call in (step, lambda *trees: jt.compile_step(step, *trees)):
         with pytest.raises(ValueError, match=r"batch leaf 'x' is a torch.Tensor: give x.numpy\(\)"):
             call({"x": jax.numpy.ones(4)}, {"x": torch.ones(4)})
