@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import json
 import re
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +60,8 @@ _MESSAGES_TEXT = re.compile(r"\s*\[\s*\{\s*[\"'](role|content)[\"']\s*:")
 # stands inside of a text that spells a special token.
 _BEGIN, _END, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = re.compile(f"[{_BEGIN}{_END}{_INSIDE}]")
+SECONDS, _MOST_LETTERS = 10.0, 1 << 28  # of one rendering
+_clock = threading.local()  # until when the rendering of a thread may take
 
 
 class _JsonText(str):
@@ -172,8 +176,12 @@ class ChatTemplate:
     def _marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         program, _ = _compiled(self.text)
         variables = {"tools": None, "documents": None} | more | dict(self.tokens)
+        _clock.end = time.monotonic() + SECONDS
         try:
-            return program.render(messages=messages, add_generation_prompt=prompt, **variables)
+            text = program.render(messages=messages, add_generation_prompt=prompt, **variables)
+            if len(text) > _MOST_LETTERS:
+                raise ValueError(f"it writes {len(text):,} letters")
+            return text
         # A template can fail in any way that Python can.
         except Exception as error:
             raise ValueError(f"the chat template fails ({error})") from None
@@ -522,6 +530,28 @@ def _beginnings(special: str) -> tuple[frozenset[str], int]:
     return frozenset(token[:n] for token in tokens for n in range(1, len(token))), longest
 
 
+def _tick() -> None:
+    """Ends a template that takes too long; every turn of a loop and every macro begins with it."""
+    if time.monotonic() > _clock.end:
+        raise ValueError(f"it has not ended in {SECONDS:g} s")
+
+
+def _check_operands(operator: str, first: Any, second: Any) -> None:
+    """Raises ValueError for one operation that takes long, within which nothing can look at a
+    clock: powers, products and widths of formats that are huge."""
+    if operator == "%" and isinstance(first, str):
+        huge = re.search(r"%[^%a-zA-Z]*(\d{8}|\*)", first)
+    else:
+        sizes = [len(x) if hasattr(x, "__len__") else x for x in (first, second)]
+        bits = [x.bit_length() if type(x) is int else 64 for x in sizes]
+        huge = bits[0] * abs(second) > 1 << 20 if operator == "**" else sum(bits) > 1 << 20
+        huge = huge or (
+            sizes != [first, second] and operator == "*" and sizes[0] * sizes[1] > 1 << 24
+        )
+    if huge:
+        raise ValueError(f"an operation {operator} makes something huge")
+
+
 @functools.lru_cache
 def _compiled(text: str) -> tuple[Any, bool]:
     """Compiles a template in the sandbox, with what transformers gives it, but for the date; also
@@ -550,13 +580,29 @@ def _compiled(text: str) -> tuple[Any, bool]:
             value = value if objects is None else objects
         return json.dumps(value, **{"ensure_ascii": False} | options, indent=indent)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(["**", "*", "%"])
+
+        def call_binop(self, context: Any, operator: str, *operands: Any) -> Any:
+            _check_operands(operator, *operands)
+            return super().call_binop(context, operator, *operands)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
+    environment.tick = _tick
+    del environment.globals["lipsum"]  # writes any number of words
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail
+    nodes = jinja2.nodes
     try:
-        return environment.from_string(text), bool(spans)
+        tree = environment.parse(text)
+        for loop in [*tree.find_all((nodes.For, nodes.Macro))]:
+            call = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(call).set_lineno(loop.lineno))
+        code = environment.compile(tree)
+        names = environment.make_globals(None)
+        return environment.template_class.from_code(environment, code, names), bool(spans)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
             f"the chat template is not Jinja (line {error.lineno}: {error.message})"

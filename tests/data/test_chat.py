@@ -472,6 +472,35 @@ def test_bad_records_are_one_sentence(template, record, message):
         chat.conversations("x", record, "row 1")
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for a in range(10000) %}{% for b in range(10000) %}{% endfor %}{% endfor %}",
+            "ended in",
+        ),
+        (
+            "{% macro f(n) %}{{ f(n - 1) + f(n - 1) if n else '' }}{% endmacro %}{{ f(40) }}",
+            "it has not ended in 0.1 s",
+        ),
+        ("{{ 10 ** 10000000 }}", r"\*\* makes something huge"),
+        ("{{ 'a' * 1000000000 }}", r"\* makes something huge"),
+        ("{{ '%999999999s' % 'a' }}", "% makes something huge"),
+        ("{{ lipsum(n=10000000) }}", "'lipsum' is undefined"),
+    ],
+)
+def test_a_template_without_end_is_one_sentence(template, message, monkeypatch):
+    monkeypatch.setattr(chat, "SECONDS", 0.1)
+    with pytest.raises(ValueError, match=rf"^the chat template fails \(.*{message}"):
+        ChatTemplate(template).render(MESSAGES)
+
+
+def test_bounded_operations_are_those_of_python():
+    template = "{{ 2 ** 100 % 7 }} {{ 'a' * 3 }} {{ '%05d' % 3 }} {{ 2.0 ** 0.5 }} {{ 2 ** -1 }}"
+    text = f"{2**100 % 7} aaa 00003 {2.0**0.5} 0.5"
+    assert ChatTemplate(template).render([]) == text
+
+
 def test_bad_templates_are_one_sentence(tmp_path, capsys, monkeypatch):
     conversations(tmp_path / "chat.jsonl")
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
