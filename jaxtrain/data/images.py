@@ -21,6 +21,7 @@ from jaxtrain.data.masking import MaskedTokens
 from jaxtrain.data.rows import opened_npz
 from jaxtrain.data.sources import find_files, hash_fraction
 from jaxtrain.host import extras
+from jaxtrain.host.memory import check_fits
 from jaxtrain.host.paths import (
     as_path,
     exists,
@@ -372,6 +373,9 @@ def _of_parquet(path: Path, size: int | None) -> tuple[Any, ...]:
     content = _content(path)
     stamp = _stamp(content)
     try:
+        about = pyarrow.parquet.read_metadata(content)
+        groups = map(about.row_group, range(about.num_row_groups))
+        check_fits(sum(group.total_byte_size for group in groups), f"'{path}'")
         table = pyarrow.parquet.read_table(content)
     except pyarrow.ArrowException as error:
         raise ValueError(f"'{path}' is cut short or damaged ({error})") from None

@@ -49,7 +49,7 @@ def opened_npz(content: Any, failed: str) -> Iterator[Mapping[str, np.ndarray]]:
     ``failed``."""
     try:
         with zipfile.ZipFile(content) as packed:
-            check_fits(sum(each.file_size for each in packed.infolist()))
+            check_fits(sum(member.file_size for member in packed.infolist()), "it")
         with np.load(content, allow_pickle=False) as arrays:
             yield arrays
     except (ValueError, KeyError, OSError, EOFError, MemoryError, zipfile.BadZipFile) as error:

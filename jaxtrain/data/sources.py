@@ -5,6 +5,7 @@ here come as a `Split`: what to train on, and about one document in twenty to me
 a hash of its name so that the choice survives new files, other machines and other orders.
 """
 
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -14,6 +15,7 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import sysconfig
@@ -26,8 +28,10 @@ from etils import epath
 
 from jaxtrain.data.chat import FIELDS, ChatTemplate, forms_of
 from jaxtrain.host import extras, storage
+from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.paths import as_path, exists, file_system, is_file, is_folder, look
 
+logger = logging.getLogger(__name__)
 HELD_OUT = 0.05
 TEXT_SUFFIXES = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".css", ".toml", ".yaml", ".yml"),
@@ -43,10 +47,12 @@ TABLE_SUFFIXES = (*_JSON_SUFFIXES, ".csv", ".tsv", ".parquet")
 # Names of files of rows that are held out, whole or in shards as those of Hugging Face.
 HELD_OUT_FILE = re.compile(r"(validation|valid|val|dev|test)(-\d+-of-\d+(-[0-9a-f]+)?)?\.")
 _SPLITS = "dataset_dict.json"  # of a saved dataset that has several
+_OF_DATASET = ("dataset_info.json", "state.json")
 # Beside a saved dataset lie files that some process has made of it.
 _NOT_DATASET = ("cache-", "indices-", "tmp")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 _PARQUET_BATCH_ROWS = 1024
+_LINE_BYTES = 1 << 30
 _ARROW_FILE = b"ARROW1"
 _NEEDS = "reading Parquet, Arrow and zst files needs pyarrow"
 _pyarrow = functools.partial(extras.load, _NEEDS, "text", "pyarrow.parquet")
@@ -316,6 +322,7 @@ def text_folder(
     wanted = (*(() if chat else suffixes), *ROW_SUFFIXES)
     if not all(suffix.startswith(".") and len(suffix) > 1 for suffix in wanted):
         raise ValueError(f"suffixes is {suffixes!r}; give several endings with dots, as ('.txt',)")
+    files = []
     if is_file(root):
         root, names = root.parent, [root.name]
         if not names[0].lower().endswith(wanted):
@@ -326,9 +333,11 @@ def text_folder(
             f"give the folder of one, as '{root / 'train'}'"
         )
     else:
-        names = find_files(root, wanted)
+        files = find_files(root, ("",))
+        names = [name for name in files if name.lower().endswith(wanted)]
+        _say_left_out(root, {*files} - {*names})
     if not names:
-        if is_folder(root) and find_files(root, (".tokens",)):
+        if any(name.endswith(".tokens") for name in files):
             raise FileNotFoundError(
                 f"'{path}' is an unfinished token store, without its manifest.json: copy the whole "
                 "store, or run its jaxtrain tokenize again"
@@ -339,6 +348,24 @@ def text_folder(
     if any(name.lower().endswith((*_COLUMN_SUFFIXES, ".zst")) for name in names):
         _pyarrow()
     return _split(root, names, held_out, field=field, chat=chat)
+
+
+def _say_left_out(root: Path, names: Collection[str]) -> None:
+    """Logs which files of a folder are not read; those of a saved dataset are no text."""
+    counts = collections.Counter(
+        os.path.splitext(name)[1].lower() or name for name in names if name not in _OF_DATASET
+    )
+    if several := sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        tail = f" and {len(several) - 5} other kinds" if len(several) > 5 else ""
+        common = ", ".join(f"{count} {ending}" for ending, count in several[:5])
+        _warn_once(
+            f"'{root}' has files that are left out: {common}{tail}; make text of such a file"
+        )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def read_rows(
@@ -554,7 +581,7 @@ def _spans(path: Path, num_bytes: int) -> list[Span]:
     if name.endswith(".jsonl"):
         with path.open("rb") as file:
             while block := file.read(num_bytes):
-                block += file.readline()
+                block += next(_lines(file, path), b"")
                 spans.append(Span(start, start + len(block), lines))
                 start, lines = start + len(block), lines + block.count(b"\n")
     return spans
@@ -594,8 +621,8 @@ def _records(
             yield row, f"'{path}' row {row}", record
         return
     first_byte = span.start if span else 0
-    with _open_lines(path, first_byte) as lines:
-        for number, line in enumerate(lines, before + 1):
+    with _open_lines(path, first_byte) as file:
+        for number, line in enumerate(_lines(file, path), before + 1):
             text = _decode(line, path, first_byte=first_byte)
             first_byte += len(line)
             text = text.removeprefix("\ufeff") if number == 1 else text  # a mark of its encoding
@@ -620,6 +647,17 @@ def _open_lines(path: Path, start: int) -> Iterator[BinaryIO]:
             yield file
         except (EOFError, zlib.error, OSError) as error:
             _check_damage(path, error)
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file. A compressed one may hold any number of bytes."""
+    while line := file.readline(_LINE_BYTES + 1):
+        if len(line) > _LINE_BYTES:
+            raise ValueError(
+                f"'{path}' has a line of more than {human_bytes(_LINE_BYTES)}: a line is one "
+                "record; write each on a line of its own"
+            )
+        yield line
 
 
 def _json_record(line: str, where: str) -> dict[str, Any]:
@@ -698,6 +736,7 @@ def _column_batches(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yields the rows of the columns that `choose` names of a schema."""
     pyarrow = _pyarrow()
+    damage = pyarrow.ArrowException, json.JSONDecodeError, RecursionError, OSError
     try:
         with path.open("rb") as data:
             if path.name.lower().endswith(".arrow"):
@@ -714,7 +753,7 @@ def _column_batches(
                     batch_size=_PARQUET_BATCH_ROWS, row_groups=groups, columns=columns
                 ):
                     yield _rows_in(batch)
-    except (pyarrow.ArrowException, json.JSONDecodeError, RecursionError, OSError) as error:
+    except damage as error:
         _check_damage(path, error)
 
 

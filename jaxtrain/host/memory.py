@@ -59,10 +59,11 @@ def host_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def check_fits(size: int) -> None:
-    """Raises ValueError where data of so many bytes, once unpacked, is larger than the memory."""
+def check_fits(size: int, name: str) -> None:
+    """Raises ValueError where so many bytes, to which ``name`` unpacks, exceed the memory here."""
     if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
-        raise ValueError(f"unpacked it is {human_bytes(size)}, of {human_bytes(memory)} here")
+        sizes = f"{human_bytes(size)}, of {human_bytes(memory)} here"
+        raise ValueError(f"unpacked {name} is {sizes}: give less")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

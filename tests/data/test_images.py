@@ -218,6 +218,12 @@ def test_arrays_that_do_not_fit_the_memory_are_refused_before_they_are_unpacked(
     monkeypatch.setattr(os, "sysconf", lambda name: 1 << 12)  # 4,096 pages of 4 KiB
     with pytest.raises(ValueError, match=r"a.npz' cannot be read: .*20.0 MiB, of 16.0 MiB here"):
         open_images(path)
+    table = pyarrow.table({"image": [bytes(1 << 20)] * 20, "label": list(range(20))})
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(table, path, use_dictionary=False, compression="zstd")
+    assert path.stat().st_size < 50_000
+    with pytest.raises(ValueError, match=r"unpacked '.*a.parquet' is 20.0 MiB, of 16.0 MiB here"):
+        open_images(path)
 
 
 def test_hidden_files_and_folders_are_no_images(tmp_path):

@@ -160,6 +160,38 @@ def test_small_files_of_rows_have_both_sides(tmp_path_factory, count, held_out, 
     assert len(train) == count - len(expected)
 
 
+def test_files_that_are_not_read_are_said_once(tmp_path, caplog):
+    unread = {"a.pdf": b"", "b/c.PDF": b"", "d.pdf": b"", "e.docx": b"", "LICENSE": b"", ".f": b""}
+    write(tmp_path, {"a.txt": b"a\n", "b/b.txt": b"b\n", "state.json": b"{}"} | unread)
+    split = text_folder(tmp_path)
+    assert [document.name for document in everything(split)] == ["a.txt", "b/b.txt"]
+    text_folder(tmp_path)
+    write(tmp_path, {f"a.{i}": b"" for i in "xyz"} | {"c.jsonl": b"{}"})
+    text_folder(tmp_path, chat=data.load_template("plain"))
+    assert [record.getMessage().partition("left out: ")[2] for record in caplog.records] == [
+        "3 .pdf, 1 .docx, 1 LICENSE; make text of such a file",
+        "3 .pdf, 2 .txt, 1 .docx, 1 .x, 1 .y and 2 other kinds; make text of such a file",
+    ]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_a_line_without_end_is_one_sentence(ending, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_LINE_BYTES", 100)
+    row = json.dumps({"text": "a" * 88})  # 100 bytes
+    pack = {
+        "jsonl.gz": gzip.compress,
+        "jsonl.zst": lambda x: pyarrow.compress(x, "zstd", asbytes=True),
+    }
+    path = tmp_path / f"rows.{ending}"
+    path.write_bytes(pack.get(ending, bytes)(f"{row}\n".encode()))
+    with pytest.raises(
+        ValueError, match=rf"rows.{ending}' has a line of more than 100 B: a line is"
+    ):
+        list(text_folder(path, held_out=0).train)
+    path.write_bytes(pack.get(ending, bytes)(f"{row}".encode()))
+    assert len(list(text_folder(path, held_out=0).train)) == 1
+
+
 def test_a_store_without_its_manifest_is_named(tmp_path):
     split = text_folder(write(tmp_path / "texts", {"a.txt": b"a\nb\n"}))
     data.write_store(split, data.ByteTokenizer(), tmp_path / "s")
@@ -406,7 +438,7 @@ def test_text_is_read_through_failures_that_pass(tmp_path, monkeypatch):
         """Fails in the middle of the file."""
 
         def __init__(self, file):
-            self.file = file
+            self.file, self.number = file, 0
 
         def __enter__(self):
             return self
@@ -414,12 +446,12 @@ def test_text_is_read_through_failures_that_pass(tmp_path, monkeypatch):
         def __exit__(self, *error):
             self.file.close()
 
-        def __iter__(self):
-            for number, line in enumerate(self.file):
-                if number == 12_345 and "line" not in failed:
-                    failed.append("line")
-                    raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-                yield line
+        def readline(self, size):
+            self.number += 1
+            if self.number == 12_345 and "line" not in failed:
+                failed.append("line")
+                raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            return self.file.readline(size)
 
     def open_lines(self, *args, **kwargs):
         file = opened(self, *args, **kwargs)
