@@ -6,6 +6,7 @@ import os
 import pathlib
 import threading
 
+import fsspec
 import jax
 import pytest
 from etils import epath
@@ -101,6 +102,17 @@ def test_a_folder_without_checkpoints_is_refused_at_once():
     ):
         with pytest.raises(ValueError, match=why):
             find_run_dir("gpt", name)
+
+
+def test_hdfs_without_java_is_one_sentence(monkeypatch):
+    def url_to_fs(url):
+        raise OSError("Unable to load libjvm\n" + "dlopen(/usr/lib/jvm/libjvm.so) failed\n" * 200)
+
+    paths.as_path("hdfs://host/a")
+    monkeypatch.setattr(fsspec.core, "url_to_fs", url_to_fs)
+    for call in (paths.look, paths.file_system):
+        with pytest.raises(ImportError, match=r"^'hdfs://host/a' needs Java and .* CLASSPATH$"):
+            call("hdfs://host/a")
 
 
 def test_a_user_without_a_home_has_no_cache(monkeypatch):
