@@ -269,6 +269,8 @@ def _fit(
             auto_resume=options.auto_resume,
             overwrite=options.overwrite,
         )
+        if not resume and jax.process_index() == 0:
+            trackers.connect(trackers.parse(options.trackers))
         claim = functools.partial(
             folder.lock_run_dir,
             run_dir,
@@ -314,7 +316,7 @@ def _fit(
         header = header_facts(experiment, mesh, state, programs)
         terminal.print_header(f"jaxtrain: {name}", header)
         predicted = predict_run(programs, experiment)
-        journal.ready(start, header, predicted.memory)
+        journal.ready(start, header, predicted.memory, name)
         texts = {folder.CONFIG: json.dumps(metadata.config, indent=2) + "\n"}
         for file, text in (texts | dict(metadata.files)).items():
             write = functools.partial(_write_file, run_dir / file, text, keep=resume)

@@ -63,7 +63,7 @@ class Journal:
         self.attempt, self.step = 1, 0
         self.step_times: Mapping[int, int] = {}
         self.costs: dict[str, float] = {}
-        self.identity = _identity({"began": self.ledger.began, "host": socket.gethostname()})
+        self.identity = identity_of({"began": self.ledger.began, "host": socket.gethostname()})
         self._wall, self._clock, self._beat_seconds = wall, clock, beat_seconds
         self._first_step: int | None = None
         self._owner: RunLock | None = None
@@ -106,7 +106,7 @@ class Journal:
         starts = [line for line in before if line.get("event") == START]
         self.attempt = 1 + len(starts)
         if starts:
-            self.identity = _identity(starts[0])
+            self.identity = identity_of(starts[0])
         self._file = GrowingFile(path, text)
         if text and not text.endswith(b"\n"):  # A line was being written when it was killed.
             self._file.append(b"\n")
@@ -131,15 +131,20 @@ class Journal:
         self._beating.start()
 
     def ready(
-        self, step: int, facts: Mapping[str, str], memory: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        facts: Mapping[str, str],
+        memory: Mapping[str, Any] | None = None,
+        experiment: str = "",
     ) -> None:
-        """Notes the step that the attempt goes on from, what its header says, and the memory that
-        its step was compiled for."""
+        """Notes the step that the attempt goes on from, what its header says, the memory that its
+        step was compiled for, and the name of the experiment."""
         self.step = self._first_step = step
         state = dict(attempt=self.attempt, began=self.ledger.began, seconds={}, step=step)
         now = goodput.attempts([state | {"first_step": step}])
         self._lost_steps = sum(goodput.lost_steps([*self._earlier, *now]))
-        self.event(READY, step=step, facts=dict(facts), memory=dict(memory or {}))
+        memory = dict(memory or {})
+        self.event(READY, step=step, facts=dict(facts), memory=memory, experiment=experiment)
 
     def event(self, name: str, **facts: Any) -> None:
         """Writes a line; from any thread."""
@@ -261,6 +266,7 @@ def _of(line: Mapping[str, Any]) -> int:
     return number if isinstance(number, int) else 0
 
 
-def _identity(start: Mapping[str, Any]) -> str:
+def identity_of(start: Mapping[str, Any]) -> str:
+    """Returns the identity of a run, by the first start in its journal: hexadecimal digits."""
     told = f"{start.get('host')} {start.get('began')}"
     return hashlib.sha256(told.encode()).hexdigest()[:16]

@@ -183,17 +183,17 @@ class TensorBoardWriter(FileWriter):
 
         for name, value in values.items():
             if isinstance(value, str):  # Markdown, in which what is indented is code
-                made = summary.text(name, textwrap.indent(value, "    "))
+                drawing = summary.text(name, textwrap.indent(value, "    "))
             elif isinstance(value, Histogram):
                 counts, end = value
                 edges, bins = np.linspace(-end, end, len(counts) + 1), np.flatnonzero(counts)
                 # TensorBoard stretches the outer bins that are not empty to min and max.
                 low, high = edges[[bins[0], bins[-1] + 1]] if bins.size else (0.0, 0.0)
                 size, ends = counts.sum(), edges[1:]
-                made = summary.histogram_raw(name, low, high, size, 0, 0, ends, counts)
+                drawing = summary.histogram_raw(name, low, high, size, 0, 0, ends, counts)
             else:
-                made = summary.image(name, value, dataformats="HWC")
-            self._append(Event(step=step, summary=made))
+                drawing = summary.image(name, value, dataformats="HWC")
+            self._append(Event(step=step, summary=drawing))
 
     def _append(self, event: Any) -> None:
         """Appends a record: the length, its checksum, the event, its checksum."""

@@ -297,8 +297,8 @@ def test_what_a_hand_has_edited_leaves_a_page(tmp_path, wrong):
         ("record", {"flags": flags}, {"record": {"flags": spoiled(flags, "steps")}}),
     ):
         run = write_run(tmp_path / name, logs, config=config)
-        events = [spoiled(each, *(each.keys() - {"event"})) for each in EVENTS]
-        events += [spoiled(each, key) for each in EVENTS for key in each]
+        events = [spoiled(event, *(event.keys() - {"event"})) for event in EVENTS]
+        events += [spoiled(event, key) for event in EVENTS for key in event]
         (run / "events.jsonl").write_text("".join(json.dumps(x) + "\n" for x in events))
         (run / "changes.jsonl").write_text(json.dumps(spoiled(change, *list(change)[:1])) + "\n")
         (run / "heartbeat.json").write_text(json.dumps(spoiled({"time": START}, "time", "ended")))

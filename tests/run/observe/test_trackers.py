@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.request
 
 import numpy as np
@@ -25,7 +26,7 @@ from jaxtrain.host import answering, memory, readings
 from jaxtrain.host.exit_codes import Ended
 from jaxtrain.run.observe import trackers
 from jaxtrain.run.observe.journal import read_events
-from jaxtrain.run.observe.report import health, records
+from jaxtrain.run.observe.report import command, health, records
 from jaxtrain.run.observe.trackers import prometheus, queued
 from jaxtrain.run.observe.trackers.prometheus import PrometheusWriter
 from jaxtrain.run.observe.trackers.queued import Queued
@@ -221,6 +222,66 @@ def test_without_a_host_the_port_is_of_this_machine_alone():
         assert trackers._address("prometheus", place) == (host, 9400)
 
 
+def test_a_service_that_does_not_answer_is_refused_before_anything_is_compiled(
+    tmp_path, monkeypatch
+):
+    def closed():
+        raise OSError("the store of https://me:s3cret@mlflow.example.com is closed")
+
+    service = types.SimpleNamespace(connect=closed)
+    monkeypatch.setitem(trackers.OPENINGS, "mlflow", service)
+    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
+    monkeypatch.setattr(jt.build, "compile_loop", None)
+    options = jt.RunOptions(str(tmp_path / "run"), trackers=("mlflow",))
+    words = "'mlflow' cannot be reached .*//mlflow.example.com is closed.* report RUN --push mlflow"
+    with pytest.raises(ValueError, match=words):
+        jt.fit(make_experiment(), options)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(queued, "CONNECT_SECONDS", 0.1)
+    service.connect = threading.Event().wait
+    with pytest.raises(ValueError, match=r"'mlflow' cannot be reached \(no answer for 0 s\)"):
+        jt.fit(make_experiment(), options)
+
+
+@pytest.mark.parametrize("error", [None, Ended(75, "asked to stop")])
+def test_the_end_of_a_run_waits_for_a_first_connection_unless_the_host_is_taken_away(error):
+    connected, writer = threading.Event(), Kept()
+
+    def open():
+        connected.wait(10)
+        return writer
+
+    tracker = Queued("slow", open)
+    tracker.write(1, {})
+    tracker.finish(error)
+    timer = threading.Timer(0.2, connected.set)
+    timer.start()
+    facts = tracker.close(until=time.monotonic())
+    assert facts["written"] == (1 if error is None else 0)
+    timer.join()
+
+
+def test_a_run_that_has_ended_is_sent_to_a_tracker_whole_and_once(tmp_path, monkeypatch, capsys):
+    options = jt.RunOptions(str(tmp_path / "toy-1"), log_every=1, eval_every=2, trackers=("csv",))
+    jt.fit(make_experiment(4), options)
+    rows = sorted((tmp_path / "toy-1" / "metrics.csv").read_text().splitlines())
+    (tmp_path / "toy-1" / "metrics.csv").unlink()
+    capsys.readouterr()
+    command.run_report(command.ReportOptions((str(tmp_path / "toy-1"),), push=("csv",)), [])
+    assert f"4 steps of {tmp_path / 'toy-1'} to csv" in capsys.readouterr().out
+    assert sorted((tmp_path / "toy-1" / "metrics.csv").read_text().splitlines()) == rows
+
+    def closed(about):
+        raise OSError(f"{about.experiment} {about.name} {about.config['answer']}")
+
+    monkeypatch.setitem(trackers.OPENINGS, "mlflow", closed)
+    monkeypatch.setattr(trackers, "check_installed", lambda names: None)
+    with pytest.raises(
+        ValueError, match=r"'mlflow' has not taken the log .*: OSError: toy toy-1 42"
+    ):
+        command.run_report(command.ReportOptions((str(tmp_path / "toy-1"),), push=("mlflow",)), [])
+
+
 def test_the_password_of_a_service_is_not_said(caplog):
     def fail():
         raise OSError("API request to https://me:s3cret@mlflow.example.com/api failed")
@@ -263,7 +324,7 @@ def tracked(folder, name, **changes):
     facts = [x for x in read_events(epath.Path(folder)) if x["event"] == "tracker"]
     assert [x["dropped"] for x in facts] == [0, 0], facts
     kept: dict = {}
-    for line in records._lines((folder / "log.jsonl").read_text())[0]:
+    for line in records._lines((folder / "log.jsonl").read_text()):
         for key, x in line.items():
             if key not in records._OWN:
                 kept.setdefault(key, {})[line["step"]] = float(x)
@@ -369,6 +430,27 @@ def end_group(process):
     if process.poll() is None:
         os.killpg(process.pid, 9)
         process.wait()
+
+
+@pytest.mark.slow
+def test_a_new_mlflow_database_takes_a_run_as_it_trains_or_behind_its_end(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    from mlflow.tracking import MlflowClient
+
+    for name, names in (("tracked", ("mlflow",)), ("sent", ())):
+        jt.fit(make_experiment(4), jt.RunOptions(str(tmp_path / name), log_every=1, trackers=names))
+        for _ in range(0 if names else 2):  # the second time nothing is doubled
+            options = command.ReportOptions((str(tmp_path / name),), push=("mlflow",))
+            command.run_report(options, [])
+        client = MlflowClient()
+        runs = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
+        (run,) = [run for run in runs if run.info.run_name == name]
+        points = client.get_metric_history(run.info.run_id, "train/loss")
+        logged = [(x["step"], x["train/loss"]) for x in lines(tmp_path / name) if "train/loss" in x]
+        assert sorted((point.step, point.value) for point in points) == logged
+        assert run.info.status == "FINISHED"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from jaxtrain.run.observe.report.convergence import diagnose
 from jaxtrain.run.observe.report.figures import side_by_side
 from jaxtrain.run.observe.report.page import make_page
 from jaxtrain.run.observe.report.picture import save_png
+from jaxtrain.run.observe.report.push import push
 from jaxtrain.run.observe.report.records import Record, read, significant
 
 # A run with fewer log lines has no curves to draw.
@@ -40,6 +41,8 @@ class ReportOptions:
     and cost, as before and after, and of what their configurations differ in."""
     out: str | None = None
     """File to write; left out, report.html in the run's folder, of several in the current one."""
+    push: tuple[str, ...] = ()
+    """Trackers to send the log of a run to when it has ended, named as for --trackers."""
     png: str | None = None
     """Also save the curves of losses, rate, gradient norm and throughput in this PNG file."""
     price: float | None = None
@@ -54,6 +57,8 @@ def run_report(options: ReportOptions, rest: list[str]) -> int:
         raise ValueError("name the folder of a run, such as runs/gpt-1")
     check_least(options, price=0)
     records = [record.at_price(options.price) for record in read(options.runs)]
+    for record in records:
+        push(record, options.push)
     folder = as_path(options.runs[0]) if len(records) == 1 else as_path(".")
     out = folder / REPORT if options.out is None else as_path(options.out)
     if options.png is not None:  # Where that cannot be, nothing is written.

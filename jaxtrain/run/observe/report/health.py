@@ -13,6 +13,7 @@ from jaxtrain.run.observe.goodput import changes_of_hosts, lost_steps
 from jaxtrain.run.observe.metric import Metric
 from jaxtrain.run.observe.report.convergence import diagnose
 from jaxtrain.run.observe.report.records import Record
+from jaxtrain.run.observe.trackers import OPENINGS
 
 # The most serious first.
 LEVELS = ("bad", "look", "good")
@@ -222,15 +223,14 @@ def _alerts(record: Record) -> list[Finding]:
 
 
 def _trackers(record: Record) -> list[Finding]:
-    return [
-        Finding(
-            "look",
-            f"Tracker {line.get('tracker')}: {_count(int(line['dropped']), 'line')} dropped, last "
-            f"because {line.get('why')}.",
-        )
-        for line in record.happened(journal.TRACKER)
-        if isinstance(line.get("dropped"), int) and line["dropped"]
-    ]
+    findings = []
+    for line in record.happened(journal.TRACKER):
+        if lost := line.get("dropped", 0):
+            name, lines = line.get("tracker"), _count(lost, "line")
+            text = f"Tracker {name}: {lines} dropped, last because {line.get('why')}."
+            again = f" jaxtrain report {record.path} --push {name} sends the log."
+            findings.append(Finding("look", text + again * (str(name) in OPENINGS)))
+    return findings
 
 
 def _receipts(record: Record) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -10,7 +11,7 @@ from jaxtrain.run.observe.journal import TRACKER, Journal
 from jaxtrain.run.observe.trackers import queued
 from jaxtrain.run.observe.trackers.csv_file import CSVWriter
 from jaxtrain.run.observe.trackers.prometheus import PrometheusWriter
-from jaxtrain.run.observe.trackers.queued import Queued
+from jaxtrain.run.observe.trackers.queued import Queued, failure
 from jaxtrain.run.observe.trackers.services import About, MLflowWriter, TrackioWriter, WandbWriter
 from jaxtrain.run.observe.writers import Writer
 
@@ -53,6 +54,28 @@ def check_installed(names: Iterable[str]) -> None:
                 f"tracker {name!r} needs a package that is not installed: "
                 f"pip install -e '.[{name}]'"
             )
+
+
+def connect(names: Iterable[str]) -> None:
+    """Raises ValueError if a service with a ``connect`` of its own does not answer."""
+    for name in names:
+        reach = getattr(OPENINGS[name], "connect", None)
+        if reach is None:
+            continue
+        if (why := _refusal(reach)) is not None:
+            raise ValueError(
+                f"tracker {name!r} cannot be reached ({why}): mend that, or leave it out and send "
+                f"the log when the run has ended, by jaxtrain report RUN --push {name}"
+            )
+
+
+def _refusal(reach: Callable[[], None]) -> str | None:
+    """Returns why a service cannot be reached, or None."""
+    answers: list[str | None] = []
+    thread = threading.Thread(target=lambda: answers.append(failure(reach)), daemon=True)
+    thread.start()
+    thread.join(queued.CONNECT_SECONDS)
+    return answers[0] if answers else f"no answer for {queued.CONNECT_SECONDS:.0f} s"
 
 
 @contextlib.contextmanager

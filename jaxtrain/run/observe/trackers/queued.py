@@ -20,6 +20,8 @@ WAITING_LINES = 1_000
 # Seconds before each try of a line, and how long the end of a run waits for what is still waiting;
 # a host that is taken away may leave no more than half a minute.
 PAUSES, CLOSE_SECONDS = (0.0, 1.0, 5.0), 10.0
+# A first connection may make a database.
+CONNECT_SECONDS = 60.0
 # After so long without a line's end it is said, once: a client may look for its server for minutes
 # before it says that there is none.
 SILENT_SECONDS = 60.0
@@ -86,6 +88,8 @@ class Queued:
         """
         self.finish()
         until = time.monotonic() + CLOSE_SECONDS if until is None else until
+        if self._writer is None and self._error is None:  # nobody takes the host away
+            until = max(until, time.monotonic() + CONNECT_SECONDS)
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._left = True  # What it writes from here on counts as dropped.
@@ -129,17 +133,22 @@ class Queued:
         for pause in self._pauses:
             if pause and not self._left:
                 time.sleep(pause)
-            try:
-                act()
+            if (why := failure(act)) is None:
                 return None
-            # Clients of services raise all kinds, and some try to end the process.
-            except (Exception, SystemExit) as error:
-                # Without the user and password of an address.
-                said = re.sub(r"//[^/\s]*@", "//", storage.why(error))
-                why = f"{type(error).__name__}: {said}"
         return why
 
     def _lose(self, why: str) -> None:
         if not self.why:
             logger.warning("tracker %s drops lines (%s); the run goes on", self.name, why)
         self.why = why
+
+
+def failure(act: Callable[[], Any]) -> str | None:
+    """Calls a client and returns why it failed, without the password of an address, or None."""
+    try:
+        act()
+    # Clients of services raise all kinds, and some try to end the process.
+    except (Exception, SystemExit) as error:
+        why = re.sub(r"//[^/\s]*@", "//", storage.why(error))
+        return f"{type(error).__name__}: {why}"
+    return None

@@ -77,7 +77,7 @@ class MLflowWriter:
     """A run of MLflow, found again by a tag.
 
     ``MLFLOW_EXPERIMENT_NAME`` names the experiment; by default ours does. ``error`` is what has
-    ended the run.
+    ended the run. A log that is pushed adds only the points that MLflow lacks.
     """
 
     def __init__(self, about: About):
@@ -85,6 +85,7 @@ class MLflowWriter:
         from mlflow.tracking import MlflowClient
 
         self.error: BaseException | None = None
+        self._there: set[tuple[str, int]] = set()
         self._entities, self._client = entities, MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", about.experiment)
         found = self._client.get_experiment_by_name(name)
@@ -95,6 +96,9 @@ class MLflowWriter:
         if there:
             self._id = there[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
+            for key in there[0].data.metrics if about.resume_step is None else ():
+                points = self._client.get_metric_history(self._id, key)
+                self._there |= {(key, point.step) for point in points}
             return
         tags = {_MLFLOW_TAG: about.identity}
         self._id = self._client.create_run(experiment, tags=tags, run_name=about.name).info.run_id
@@ -105,11 +109,19 @@ class MLflowWriter:
         for i in range(0, len(params), _MLFLOW_PARAMS):
             self._client.log_batch(self._id, params=params[i : i + _MLFLOW_PARAMS])
 
+    @staticmethod
+    def connect() -> None:
+        """Asks the store that the environment names; raises what the client raises."""
+        from mlflow.tracking import MlflowClient
+
+        MlflowClient().search_experiments(max_results=1)
+
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         now = int(1000 * time.time())
         metrics = [
             self._entities.Metric(_mlflow_name(name), value, now, step)
             for name, value in flat(values)
+            if (_mlflow_name(name), step) not in self._there
         ]
         for i in range(0, len(metrics), _MLFLOW_METRICS):
             self._client.log_batch(self._id, metrics=metrics[i : i + _MLFLOW_METRICS])
@@ -123,7 +135,8 @@ class MLflowWriter:
 class TrackioWriter:
     """A run of trackio, on this machine unless its environment says otherwise.
 
-    ``TRACKIO_PROJECT`` names the project; by default the experiment does.
+    ``TRACKIO_PROJECT`` names the project; by default the experiment does. It never replaces a
+    step, so that the steps that a resumed run makes again are there twice.
     """
 
     def __init__(self, about: About):
@@ -133,7 +146,7 @@ class TrackioWriter:
             project=os.environ.get("TRACKIO_PROJECT", about.experiment),
             name=f"{about.name}-{about.identity[:6]}",
             config=dict(about.config),
-            resume="allow",
+            resume="never" if about.resume_step is None else "allow",
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,
