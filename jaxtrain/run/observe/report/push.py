@@ -33,9 +33,9 @@ def push(record: Record, names: Sequence[str]) -> None:
     def send(opening: trackers.Opening) -> None:
         # Earlier releases named the experiment in the record alone, if at all.
         sources = {"experiment": path.name}, read_record(path), *record.happened(journal.READY)
-        names = [source["experiment"] for source in sources if source and "experiment" in source]
+        experiments = [x["experiment"] for x in sources if x and "experiment" in x]
         about = trackers.About(
-            experiment=names[-1],
+            experiment=experiments[-1],
             name=path.name,
             identity=journal.identity_of(starts[0]),
             config=record.config,

@@ -1,7 +1,8 @@
 """Reads the folder of a run as it is: cut off, half written, still growing, or edited by hand.
 
-One rule holds for all of its files, so that nobody who draws a record need look again: whatever a
-run does not write (an entry of another kind, null, an integer beyond 64 bits) is left out here.
+One rule holds for all of its files, so that code that draws a record need not look again: an entry
+that no run writes (of another kind, or null) is left out here, and an integer that NumPy cannot
+hold becomes a float.
 """
 
 import array
