@@ -33,6 +33,10 @@ BLOCK, MOST = 256, 100_000
 # Requests that a replica may have more than the least busy one, and still be chosen for what it has
 # read.
 SLACK = 4
+# Seconds of silence beyond the limit of a request, after which a replica is taken for hung.
+GRACE = 10.0
+# Seconds that a replica has to tell its metrics.
+SCRAPE = 5.0
 # Replicas that a request is given to, one after the other: it may be what they die of.
 ATTEMPTS = 3
 # Set for replicas, whose standard input closes with the front.
@@ -135,9 +139,14 @@ class Request(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def passed_on(port: int, request: Request) -> AsyncIterator[tuple[Any, AsyncIterator[bytes]]]:
+async def passed_on(
+    port: int, request: Request, seconds: float
+) -> AsyncIterator[tuple[Any, AsyncIterator[bytes]]]:
     """Sends a request to a port of this machine, and yields the head and the body of the answer.
-    Reading raises OSError or h11's RemoteProtocolError where the answer breaks off."""
+
+    Raises OSError or h11's RemoteProtocolError if the answer breaks off, and TimeoutError if
+    nothing moves for ``seconds``.
+    """
     import h11
 
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -149,7 +158,8 @@ async def passed_on(port: int, request: Request) -> AsyncIterator[tuple[Any, Asy
 
     async def event() -> Any:
         while (found := connection.next_event()) is h11.NEED_DATA:
-            connection.receive_data(await reader.read(1 << 16))
+            async with asyncio.timeout(seconds):
+                connection.receive_data(await reader.read(1 << 16))
         return found
 
     async def body() -> AsyncIterator[bytes]:
@@ -157,9 +167,10 @@ async def passed_on(port: int, request: Request) -> AsyncIterator[tuple[Any, Asy
             yield bytes(found.data)
 
     try:
-        for each in (head, h11.Data(data=request.body), h11.EndOfMessage()):
-            writer.write(connection.send(each))
-        await writer.drain()
+        for part in (head, h11.Data(data=request.body), h11.EndOfMessage()):
+            writer.write(connection.send(part))
+        async with asyncio.timeout(seconds):
+            await writer.drain()
         answer = await event()
         if not isinstance(answer, h11.Response):
             raise ConnectionResetError("the replica has not answered")
@@ -242,16 +253,20 @@ def make_front(
         """Yields the status and the kind of an answer, then its parts."""
         tried: list[Replica] = []
         stream: Continued | None = None
+        busy: bytes | None = None
         while (replica := choice.of(beginnings, tried)) is not None:
             tried.append(replica)
             replica.live, replica.given = replica.live + 1, replica.given + 1
             try:
-                async with passed_on(replica.port, request) as (head, body):
+                async with passed_on(replica.port, request, limits.seconds + GRACE) as (head, body):
                     kind = dict(head.headers).get(b"content-type", b"").decode()
                     if not kind.startswith("text/event-stream"):
                         whole = b"".join([part async for part in body])
                         if head.status_code == 503:
                             replica.fail()
+                            continue
+                        if head.status_code == 429:
+                            busy = whole
                             continue
                         yield head.status_code, kind
                         yield whole
@@ -263,12 +278,14 @@ def make_front(
                         yield event
                     return
             except lost as error:
-                log.warning("a replica was lost in a request: %s", error)
+                if isinstance(error, TimeoutError):
+                    replica.fail()  # It hangs, because its own limit has passed.
+                log.warning("a replica was lost in a request: %s", str(error) or "it is silent")
             finally:
                 replica.live -= 1
         if stream is None:
-            yield 503, "application/json"
-            yield refusal(503, "no replica is well: try again later").body
+            yield 503 if busy is None else 429, "application/json"
+            yield busy or refusal(503, "no replica is well: try again later").body
         else:
             yield line({"error": {"message": FAILED, "type": "server_error"}})
 
@@ -325,7 +342,7 @@ def make_front(
             with contextlib.suppress(*lost):
                 if each.port is not None:
                     scrape = Request("GET", "/metrics", (), b"")
-                    async with passed_on(each.port, scrape) as (_, body):
+                    async with passed_on(each.port, scrape, SCRAPE) as (_, body):
                         texts.append(b"".join([part async for part in body]).decode())
         return PlainTextResponse(summed(texts) + _own(replicas))
 

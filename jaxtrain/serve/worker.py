@@ -29,6 +29,7 @@ class Worker(threading.Thread):
         self._sinks: dict[int, Sink] = {}
         self._starting: set[Sink] = set()
         self._calls: set[concurrent.futures.Future] = set()
+        self._ready: collections.deque[Callable[[], None]] = collections.deque()
         self._lock, self._ended = threading.Lock(), False
 
     @property
@@ -53,14 +54,16 @@ class Worker(threading.Thread):
                 call.set_exception(RuntimeError(FAILED))
 
     def _work(self) -> bool:
-        """Does what is asked, then a step; waits where there is nothing to do."""
-        wait = not self.engine.is_busy
+        """Takes all that is asked, runs one call, then a step; waits if there is nothing to do."""
+        wait = not (self.engine.is_busy or self._ready)
         with contextlib.suppress(queue.Empty):
             while True:
                 if (asked := self._inbox.get(block=wait)) is None:
                     return False
                 asked()
                 wait = False
+        if self._ready:  # One: many clients that embed texts would keep the others waiting.
+            self._ready.popleft()()
         events: dict[int, list[Event]] = collections.defaultdict(list)
         if self.engine.is_busy:
             self.steps += 1
@@ -96,7 +99,7 @@ class Worker(threading.Thread):
                 future.set_exception(RuntimeError(FAILED))
             else:
                 self._calls.add(future)
-                self._inbox.put(run)
+                self._inbox.put(lambda: self._ready.append(run))
         return future
 
     def submit(self, request: Request, sink: Sink) -> Callable[[], None]:

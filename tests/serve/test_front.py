@@ -16,6 +16,7 @@ import threading
 import pytest
 
 from jaxtrain.layout import MeshShape
+from jaxtrain.serve import front
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.command import ServeOptions, replica_command, replica_environments
 from jaxtrain.serve.front import SLACK, Choice, make_front
@@ -29,7 +30,8 @@ TEXT = "to be or not to be"
 class StandIn:
     """A replica that answers with TEXT, letter by letter, and may die after so many events."""
 
-    def __init__(self, *, dies=None, fails=False, stalls=False):
+    def __init__(self, *, dies=None, fails=False, stalls=False, status=200):
+        self.status = 503 if fails else status
         self.live = self.given = 0
         self.dies, self.fails, self.stalls = dies, fails, stalls
         self.bodies, self.failed = [], False
@@ -65,7 +67,7 @@ class StandIn:
             self.left.set()
             return writer.close()
         elif not body.get("stream"):
-            send(503 if self.fails else 200, "application/json")
+            send(self.status, "application/json")
             part(json.dumps({"text": TEXT, "seed": body["seed"]}).encode())
             if self.dies is not None:
                 return writer.close()
@@ -175,6 +177,25 @@ def test_a_front_sums_metrics_and_limits_requests():
         assert ask(raw="x" * 100)[0] == 413
     with fronting(StandIn(), requests=0) as ask:
         assert ask(body={"prompt": "a"})[0] == 429
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_replica_that_hangs_is_started_again_and_another_answers(stream, monkeypatch):
+    monkeypatch.setattr(front, "GRACE", 0.2)
+    hangs, well = StandIn(stalls=True), StandIn()
+    with fronting(hangs, well, seconds=0.2) as ask:
+        assert ask(body={"prompt": "a", "stream": stream})[0] == 200
+    assert (hangs.failed, well.failed, hangs.live) == (True, False, 0)
+
+
+def test_a_request_goes_to_a_replica_that_has_room():
+    full, well = StandIn(status=429), StandIn()
+    with fronting(full, well) as ask:
+        assert ask(body={"prompt": "a"})[0] == 200
+        assert len(full.bodies) == 1
+        well.status = 429
+        assert ask(body={"prompt": "a"})[0] == 429
+    assert not full.failed
 
 
 def test_another_model_is_refused_by_the_front_itself():

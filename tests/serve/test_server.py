@@ -325,6 +325,26 @@ def test_openai_s_client_reads_the_answers(server):
     assert [each.id for each in client.models.list()] == ["small"]
 
 
+def test_calls_take_turns_with_steps():
+    """Many clients that embed texts do not keep those waiting for whom texts are written."""
+    order = []
+
+    class Busy:
+        is_busy = True
+
+        def step(self):
+            order.append("step")
+            return []
+
+    worker = Worker(Busy())
+    calls = [worker.call(functools.partial(order.append, number)) for number in range(3)]
+    worker.start()
+    concurrent.futures.wait(calls, 60)
+    worker.close()
+    worker.join(60)
+    assert order[:5] == [0, "step", 1, "step", 2]
+
+
 @pytest.mark.slow
 def test_ten_thousand_requests_of_which_many_are_cancelled_leak_nothing():
     config, params = model_of()
