@@ -295,11 +295,12 @@ def choose_gather(
 
 def why_not_once(experiment: Experiment, *, piped: bool = False) -> Reason | None:
     """Why gradients cannot be reduced, and weights gathered, once per step, in a pipeline of the
-    stages (``piped``) or outside; None where they can."""
+    stages (``piped``, if there are any) or outside; None where they can."""
     if experiment.layout.offload_parameters:  # no device has all weights before the update
         return Why.OFFLOADED()
+    stages = experiment.laid.stages if piped else None
     return why_not(
-        loss_from_stages(experiment.laid.stages) if piped else experiment.laid.loss_fn,
+        experiment.laid.loss_fn if stages is None else loss_from_stages(stages),
         has_model_state=experiment.task.has_model_state,
         engine=experiment.task.engine,
     )

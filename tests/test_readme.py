@@ -150,6 +150,17 @@ def test_the_loop_of_your_own_learns_and_goes_on_where_it_was_interrupted(
     assert digest(again["state"]) == digest(whole["state"])
 
 
+@pytest.mark.slow
+def test_a_module_of_ones_own_agrees_on_every_mesh_that_fits(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sine.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "\njaxtrain parity sine;" in (ROOT / "README.md").read_text()
+    status, out, _ = command(capsys, "parity", "sine")
+    assert status == 0
+    assert "9 of 9 meshes agree" in out
+
+
 def test_a_module_of_ones_own_is_trained_resumed_planned_checked_and_replayed(
     tmp_path, monkeypatch, capsys
 ):
@@ -176,8 +187,11 @@ def test_a_module_of_ones_own_is_trained_resumed_planned_checked_and_replayed(
     fast = ("--width", "32", "--optimizer.name", "sgd")
     status, out, _ = command(capsys, "plan", "sine", "--target", "cpu:2", *fast)
     assert (status, out.splitlines()[0]) == (0, "sine on cpu:2")
-    status, out, _ = command(capsys, "parity", "sine", "--layout", "data=2,fsdp=2", *fast)
+    pipeline = "data=2,tensor=2,pipe=2,dcn_pipe=2"  # one of those that `jaxtrain parity` tries
+    layouts = ("--layout", "data=2,fsdp=2", "--layout", pipeline)
+    status, out, _ = command(capsys, "parity", "sine", *layouts, *fast)
     assert status == 0
+    assert "does not fit: mesh axis 'pipe' has size 2" in out
     assert "1 of 1 meshes agree" in out
     step = ("--module", "sine", "--step", "41")
     assert (

@@ -147,7 +147,7 @@ def difference_of(alone: tuple, spread: tuple, *, compiler_options=None) -> Diff
     coarse = max((float(jnp.finfo(dtype).eps) for dtype in floats), default=0.0)
     random = np.random.default_rng(0)
     options = {"compiler_options": compiler_options}
-    runs = [args, [_perturbed(x, PERTURBED * coarse, random) for x in args]]
+    runs = [args, [perturbed(x, PERTURBED * coarse, random) for x in args]]
     reference = record(jaxpr, runs, context=context, **options)
     jaxpr, args, context = spread
     return _Search(reference, record(jaxpr, [args], context=context, **options), coarse).found()
@@ -370,7 +370,8 @@ def _inexact(value: Value) -> bool:
     return jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 
-def _perturbed(x: Any, relative: float, random: np.random.Generator) -> Any:
+def perturbed(x: Any, relative: float, random: np.random.Generator) -> Any:
+    """Returns an array with every number off by up to ``relative`` of it; integers stay."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     factor = 1 + relative * random.uniform(-1, 1, x.shape)

@@ -21,7 +21,10 @@ does that where it reduces once per step; such a layout does, if the experiment 
 
 The error of a leaf is ``|a - b| / |b|`` in the 2-norm. A leaf that is zero but for rounding has no
 norm to speak of, so ``|b|`` counts as at least a hundredth of what the leaf would have if it shared
-its tree's root mean square.
+its tree's root mean square. A gradient may be larger than that and yet rounding alone, for example
+that of a bias in front of BatchNorm. Therefore each step on one device runs once more, with
+parameters off by a unit in the last place: a leaf that changes as much as its own size is zero but
+for rounding, and may differ from another device's by some multiple of the change.
 """
 
 import contextlib
@@ -31,6 +34,7 @@ import io
 import itertools
 import math
 import os
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -51,7 +55,7 @@ from jaxtrain.build import (
     rows_of,
     why_not_once,
 )
-from jaxtrain.compare.difference import Difference, difference_of
+from jaxtrain.compare.difference import Difference, difference_of, perturbed
 from jaxtrain.compile import CompiledStep
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.layout import Layout, PipelineLayout
@@ -70,6 +74,9 @@ TOLERANCES = {"f32": 1e-5, "bf16": 2e-2, "pure_bf16": 5e-2, "fp16": 5e-3}  # by 
 TOLERANCES |= dict.fromkeys(RECIPES, 5e-2)
 TOLERANCE = TOLERANCES["f32"]
 STEPS = 2  # the second has moments that are not zero
+# A leaf is zero but for rounding if it is at most so many times its change, and then differs by
+# rounding alone if the distance is at most so many times the change.
+UNDETERMINED, NOISE = 4, 30
 DEVICES = 8
 
 # Half of the time would be LLVM's; it knows nothing of meshes. XLA's CPU compiler keeps one core
@@ -80,6 +87,16 @@ if jax.__version_info__ < (0, 11):  # XLA refuses an option that it does not kno
     QUICK |= {"xla_cpu_use_fusion_emitters": False, "xla_llvm_disable_expensive_passes": True}
     QUICK |= {"xla_cpu_parallel_codegen_split_count": 1}
 COMPILER_OPTIONS = QUICK | {"xla_allow_excess_precision": False}  # see the top of this module
+
+REPLAYED = (
+    "Each step's optimizer is given the gradient of one device, so that parameters and optimizer "
+    "state are compared for the same gradient: 0 there says that the update is the same."
+)
+ROUNDING_ALONE = (
+    "Zero but for rounding, because parameters that are off in the last place change the gradient "
+    f"by its own size (a bias in front of BatchNorm is an example; up to {NOISE} times that change "
+    "is no difference):"
+)
 
 
 def set_flags(options: Mapping[str, Any]) -> None:
@@ -120,12 +137,17 @@ class Comparison:
         the layout does not fit.
       refusal: why the layout does not fit the experiment, or None.
       difference: where the layout begins to differ, if that was looked for and found.
+      rounding: leaves whose gradient on one device is zero but for rounding, and large enough that
+        another order of sums could look like a fault.
+      replays: whether the optimizer was given one device's gradient.
     """
 
     layout: str
     worst: Mapping[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
     refusal: str | None = None
     difference: Difference | None = None
+    rounding: Sequence[str] = ()
+    replays: bool = False
 
     def agrees(self, tolerance: float) -> bool:
         """Whether no part is off by more than ``tolerance``."""
@@ -133,12 +155,14 @@ class Comparison:
 
 
 class Step(NamedTuple):
-    """A step on one device: its state and batch, the gradients that were found, and the results."""
+    """A step on one device: its state and batch, the gradients that were found, the results, and
+    the distance that rounding may make in leaves of the gradient that are nothing else."""
 
     before: TrainState
     batch: PyTree
     gradients: list[PyTree]
-    parts: Mapping[str, Mapping[str, np.ndarray]]
+    parts: Mapping[str, Mapping[str, Mapping[str, np.ndarray]]]
+    rounding: Mapping[str, float]
 
 
 def parity(
@@ -285,14 +309,19 @@ def compare(
         if number == experiment.layout.accumulate:
             reference(number)  # what one device refuses is no layout's fault
         try:
-            found = Comparison(layout, run_layout(program.result(), reference(number)))
+            comparison = Comparison(
+                layout,
+                run_layout(program.result(), reference(number)),
+                replays=experiment.method.updates == 1,
+                rounding=sorted({name for step in reference(number) for name in step.rounding}),
+            )
         except ValueError as error:
-            found = Comparison(layout, refusal=str(error))
-        if explain is not None and not found.agrees(explain):
-            one = compile_on(experiment, read(""), number, replays=True)
-            why = difference_on(one, program.result(), reference(number))
-            found = dataclasses.replace(found, difference=why)
-        yield found
+            comparison = Comparison(layout, refusal=str(error))
+        if explain is not None and not comparison.agrees(explain):
+            alone = compile_on(experiment, read(""), number, replays=True)
+            difference = difference_on(alone, program.result(), reference(number))
+            comparison = dataclasses.replace(comparison, difference=difference)
+        yield comparison
 
 
 def reference_of(experiment: Experiment, steps: int) -> Callable[[int], list[Step]]:
@@ -380,10 +409,38 @@ def run_one_device(program: Program, steps: int) -> list[Step]:
         for batch in itertools.islice(stream, steps):
             before = place(state, program)
             state, parts = run_step(program, state, batch)
+            rounding = rounding_alone(program, before, batch, parts)
             # A copy, for the next step is given the state to write over.
             gradients = _copy([node.found for node in nodes_of(Compared, state)])
-            run.append(Step(before, jax.device_get(batch), gradients, parts))
+            run.append(Step(before, jax.device_get(batch), gradients, parts, rounding))
     return run
+
+
+def rounding_alone(
+    program: Program, state: TrainState, batch: PyTree, parts: Mapping[str, Any]
+) -> dict[str, float]:
+    """Returns the distance that rounding may make in leaves of the gradient that are nothing else,
+    for those that :func:`worst` would then call different.
+
+    Args:
+      program: of one device.
+      state, batch: of the step.
+      parts: the results of the step.
+    """
+    unit = float(jnp.finfo(program.experiment.policy.compute_dtype).eps)
+    shift = functools.partial(perturbed, relative=unit, random=np.random.default_rng(0))
+    state = place(state, program)
+    state = dataclasses.replace(state, params=jax.tree.map(shift, state.params))
+    _, shifted = run_step(program, state, batch)
+    distances = {}
+    for group, leaves in parts.get("gradients", {}).items():
+        for name, leaf in leaves.items():
+            change = np.float64(shifted["gradients"][group][name]) - np.float64(leaf)
+            undetermined = 0 < _norm(leaf) <= UNDETERMINED * _norm(change)
+            moved = leaves | {name: leaf + NOISE * change}
+            if undetermined and worst(moved, leaves)[0] > TOLERANCE:
+                distances[name] = NOISE * _norm(change)
+    return distances
 
 
 def run_layout(program: Program, reference: Sequence[Step]) -> dict[str, tuple[float, str]]:
@@ -404,7 +461,8 @@ def errors_by_group(
         for part, expected in step.parts.items():
             so_far = errors.setdefault(part, {})
             for group, leaves in expected.items():
-                error = worst(found[part][group], leaves)
+                rounding = step.rounding if part == "gradients" else {}
+                error = worst(found[part][group], leaves, rounding)
                 so_far[group] = max(so_far.get(group, error), error)
     return errors
 
@@ -517,30 +575,38 @@ def _compared(replays: bool) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda p: Compared(zeros(p), zeros(p)), update)
 
 
-def worst(found: PyTree, expected: PyTree) -> tuple[float, str]:
+def worst(
+    results: PyTree, expected: PyTree, rounding: Mapping[str, float] = types.MappingProxyType({})
+) -> tuple[float, str]:
     """The largest error over the leaves of trees with the same paths, as defined at the top of this
-    module (infinite where something is not a number), and the path of the leaf that has it.
+    module (infinite where something is not a number), and the path of the leaf that has it. A
+    distance of up to a leaf's ``rounding`` is no error.
 
     >>> worst({"a": np.array([3, 5]), "b": np.ones(2)}, {"a": np.array([3, 4]), "b": np.ones(2)})
     (0.2, 'a')
     >>> worst({"best": np.array(np.inf)}, {"best": np.array(np.inf)})
     (0.0, 'best')
     """
-    found, expected = named_leaves(found), named_leaves(expected)
+    results, expected = named_leaves(results), named_leaves(expected)
     # An infinity that both have, as the best loss before the first, is no difference and no size.
-    kept = {n: ~(np.isinf(b) & (np.asarray(found[n]) == b)) for n, b in expected.items()}
-    found = {n: np.where(kept[n], found[n], 0) for n in expected}
+    kept = {n: ~(np.isinf(b) & (np.asarray(results[n]) == b)) for n, b in expected.items()}
+    results = {n: np.where(kept[n], results[n], 0) for n in expected}
     expected = {n: np.where(kept[n], b, 0) for n, b in expected.items()}
     total = math.sqrt(sum(float(np.square(np.float64(x)).sum()) for x in expected.values()))
     count = sum(x.size for x in expected.values())
     errors = []
     for name, b in expected.items():
         floor = 0.01 * total * math.sqrt(b.size / count)
-        norm = max(float(np.linalg.norm(np.float64(b))), floor)
-        distance = float(np.linalg.norm(np.float64(found[name]) - np.float64(b)))
+        norm = max(_norm(b), floor)
+        distance = _norm(np.float64(results[name]) - np.float64(b))
+        distance = 0.0 if distance <= rounding.get(name, 0.0) else distance
         error = distance / norm if norm else distance
         errors.append((math.inf if math.isnan(error) else error, name))
     return max(errors)
+
+
+def _norm(x: Any) -> float:
+    return float(np.linalg.norm(np.float64(x)))
 
 
 def groups(
@@ -587,15 +653,19 @@ def report(
     table.add_column("worst error", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("in", overflow="fold")
-    comparisons, differences = list(comparisons), []
+    comparisons, notes = list(comparisons), []
     for comparison in comparisons:
         title = str(comparison.layout)
         for part, (error, leaf) in comparison.worst.items():
             verdict = "ok" if error <= tolerance else "[bold red]NOT[/bold red]"
+            if part == "gradients" and comparison.rounding:
+                count = len(comparison.rounding)
+                leaves = f"{count} leaves" if count > 1 else comparison.rounding[0]
+                leaf += f" (zero but for rounding: {leaves})"
             table.add_row(title, part, f"{error:.1e}", verdict, leaf)
             title = ""
         if comparison.difference is not None:
-            differences.append(f"on {comparison.layout} the step {comparison.difference}")
+            notes.append(f"on {comparison.layout} the step {comparison.difference}")
         if comparison.refusal is not None:
             table.add_row(title, "", "", "", f"does not fit: {comparison.refusal}")
     console = console or Console()
@@ -605,7 +675,11 @@ def report(
     if not compared:
         reasons = "; ".join(f"{c.layout}: {c.refusal}" for c in comparisons)
         raise ValueError(f"no mesh fits, so nothing was compared: choose other layouts ({reasons})")
-    for line in differences:
+    if any(c.replays for c in compared):
+        notes.append(REPLAYED)
+    if rounding := sorted({name for c in compared for name in c.rounding}):
+        notes.append(f"{ROUNDING_ALONE} {'; '.join(rounding)}")
+    for line in notes:
         console.print(f"\n{line}", highlight=False, markup=False, soft_wrap=True)
     console.print()
     console.print(

@@ -1,6 +1,7 @@
 """``jaxtrain parity``: it passes what is right, and names what is wrong where something is."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -253,6 +254,33 @@ def test_both_sides_have_the_precision_that_is_asked_for(capsys, module, monkeyp
     status, lines, _ = run(capsys, module, "--precision", "bf16", "--layout", "data=2")
     assert (status, policies) == (0, [jt.Policy.bf16()] * 2)
     assert " ".join(lines[-1]) == "1 of 1 meshes agree with one device to 0.02"
+
+
+@pytest.mark.parametrize("fault", [0.0, 1e-2])
+def test_a_gradient_that_is_zero_but_for_rounding_is_no_fault_and_hides_none(fault):
+    def init_fn(rng):
+        one, two = jax.random.split(rng)
+        params = {"w": jax.random.normal(one, (8, 16)), "out": jax.random.normal(two, (16,))}
+        return params | {"bias": jnp.zeros(16)}
+
+    def loss_fn(params, batch, rng):
+        hidden = batch @ params["w"] + params["bias"]  # its mean is subtracted again
+        hidden = (hidden - hidden.mean(0)) / jnp.sqrt(hidden.var(0) + 1e-5)
+        total = jnp.square(jnp.tanh(hidden) @ params["out"] - batch[:, 0]).sum()
+        devices = jax.sharding.get_abstract_mesh().size
+        total += fault * (devices - 1) * params["bias"].sum()
+        return jt.WeightedLoss(total, jnp.float32(len(batch)))
+
+    batch = 3 + np.random.default_rng(0).normal(size=(4096, 8)).astype(np.float32)
+    check = functools.partial(jt.parity, init_fn, loss_fn, batch, layouts=["data=4"], steps=1)
+    if fault:
+        with pytest.raises(AssertionError, match="gradients of 'bias' differ"):
+            check()
+        return
+    table = check()
+    assert re.search(r"gradients .* ok .*\(zero but for rounding: bias\)", table)
+    assert "Zero but for rounding, because parameters" in table
+    assert "is given the gradient of one device" in table
 
 
 @pytest.mark.parametrize(
