@@ -313,7 +313,7 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str | N
         and in it a folder per kind of processor, whose programs would not run on another.
 
     Returns:
-      The directory in use; None, and no cache, for a user without a home.
+      The directory in use; None, and no cache, for a user without a home that can be written.
     """
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -323,6 +323,10 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str | N
         if (cache := cache_folder()) is None:
             return None
         directory = cache / "programs" / processor()
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.R_OK):  # JAX would warn of every program.
+            return None
         # In a thread, for over a network thousands of files take seconds to look at.
         room = (directory, PROGRAM_BYTES)
         threading.Thread(target=delete_oldest, args=room, daemon=True).start()

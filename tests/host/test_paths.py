@@ -115,7 +115,7 @@ def test_hdfs_without_java_is_one_sentence(monkeypatch):
             call("hdfs://host/a")
 
 
-def test_a_user_without_a_home_has_no_cache(monkeypatch):
+def test_a_user_without_a_home_has_no_cache(monkeypatch, tmp_path):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
@@ -125,6 +125,9 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     try:
+        assert use_compilation_cache() is None
+        (tmp_path / "file").write_text("")  # in place of a home that cannot be written
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         assert use_compilation_cache() is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
