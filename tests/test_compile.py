@@ -149,8 +149,8 @@ def test_numpy_batches_may_be_filled_anew_while_the_step_still_reads_them():
     local = jt.from_local_rows(batch, mesh)
     for x in batch.values():
         x[:] = 0
-    for placed in (on_mesh, alone, local):
-        jax.tree.map(np.testing.assert_array_equal, placed, problems.make_batch())
+    for copy in (on_mesh, alone, local):
+        jax.tree.map(np.testing.assert_array_equal, copy, problems.make_batch())
 
 
 def test_compiling_needs_no_arrays():

@@ -202,11 +202,9 @@ class Membership:
         now = self._clock()
         passed, self._looked = now - self._looked, now
         files = paths.listed(self._folder, "*.json")
-        read = [(path.name, Lease.read(paths.read_if_there(path))) for path in files]
+        read = {path.name: Lease.read(paths.read_if_there(path)) for path in files}
         # A lease under the name of another file is nobody's, and that file is not to be deleted.
-        leases = {
-            lease.name: lease for name, lease in read if lease and name == f"{lease.name}.json"
-        }
+        leases = {x.name: x for file, x in read.items() if x and file == f"{x.name}.json"}
         self._time += min(passed, 2 * self._beat)
         for name, lease in leases.items():
             self._seen.setdefault(name, self._time)

@@ -236,11 +236,11 @@ class Server(Hook):
                     "not known; begin a new run"
                 )
         write_whole(as_path(self._log), "".join(line + "\n" for line in events))
-        taken = {row["batch"] for row in rows}
-        first = next(n for n in range(start + 1) if n not in taken)
+        used = {row["batch"] for row in rows}
+        first = next(n for n in range(start + 1) if n not in used)
         began = time.monotonic() - (rows[-1]["seconds"] if rows else 0.0)
         with self._stream(first) as inner, open(self._log, "a") as log:
-            fresh = ((n, b) for n, b in enumerate(inner, first) if n not in taken)
+            fresh = ((n, b) for n, b in enumerate(inner, first) if n not in used)
             yield self._arrivals(start, fresh, log, began, shardings)
 
     def _arrivals(

@@ -154,10 +154,8 @@ def check(lines: Sequence[Line]) -> list[str]:
         elif state is None and line["kind"] != START:
             faults.append(f"line {number} begins the chain and is no start of an attempt")
         elif line["kind"] == SAVE and not 0 < len(line["rows"]) == line["step"] - state["step"]:
-            steps = f"digests of {len(line['rows'])} steps"
-            faults.append(
-                f"line {number}: {steps} lead from step {state['step']} to {line['step']}"
-            )
+            steps, ends = len(line["rows"]), f"{state['step']} to {line['step']}"
+            faults.append(f"line {number}: digests of {steps} steps lead from step {ends}")
         elif line["kind"] == START and state and state["step"] != line["step"]:
             steps = f"{state['step'] + 1} to {line['step']}"
             faults.append(f"line {number}: steps {steps} were made without receipts")

@@ -93,8 +93,8 @@ class Lease:
 
     def _write(self, **more: bool) -> None:
         self._beat += 1
-        told = {"host": _where(), "pid": os.getpid(), "beat": self._beat}
-        write_whole(self._path, json.dumps(told | more) + "\n")
+        fields = {"host": _where(), "pid": os.getpid(), "beat": self._beat}
+        write_whole(self._path, json.dumps(fields | more) + "\n")
 
 
 class Leases:

@@ -127,13 +127,13 @@ def test_keepers_take_nothing_from_strangers(hosts):
 @pytest.mark.parametrize("head", ["Content-Length: 9", "Content-Length: -1", "Host: here"])
 def test_a_keeper_takes_no_object_that_is_cut_off(hosts, head):
     one, *_ = hosts
-    before = dict(one.objects)
+    objects = dict(one.objects)
     host, _, token = one.address.partition("/")
     with socket.create_connection(host.split(":"), timeout=5) as peer:
         peer.sendall(f"PUT /{token}/{PIECE} HTTP/1.1\r\n{head}\r\n\r\ncut".encode())
         peer.shutdown(socket.SHUT_WR)
         assert b" 400 " in peer.recv(100)
-    assert one.objects == before
+    assert one.objects == objects
 
 
 def test_whoever_sends_a_request_byte_by_byte_holds_no_place(monkeypatch):

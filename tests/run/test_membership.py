@@ -260,14 +260,14 @@ def test_leases_of_an_earlier_launch_and_damaged_ones_count_for_nothing(world):
 
 
 def test_a_lease_under_another_name_deletes_nothing(world):
-    kept = world.folder.parent / "config.json"
-    kept.write_text("{}")
+    config = world.folder.parent / "config.json"
+    config.write_text("{}")
     lease = json.dumps({"name": "../config", "processes": 1, "round": None})
     (world.folder / "x.json").write_text(lease)
     world.add("a")
     world.beats(SETTLING + 4)
     assert world.names() == ("a",)
-    assert kept.exists()
+    assert config.exists()
 
 
 def test_a_folder_that_takes_no_lease_is_refused_and_not_tried_for_ever(world, monkeypatch):

@@ -229,8 +229,8 @@ def test_damaged_records_keep_no_run_from_going_on(time, tmp_path):
     owner = lock_run_dir(epath.Path(tmp_path))
     (tmp_path / "events.jsonl").write_text(json.dumps({"event": "checkpoint", "time": time}))
     (tmp_path / "heartbeat.json").write_text('{"attempt": 1, "step": "three"}')
-    with Journal() as written:
-        written.open(owner)
+    with Journal() as attempt:
+        attempt.open(owner)
     assert read_events(epath.Path(tmp_path))[-1]["ended"] == "done"
 
 

@@ -229,9 +229,9 @@ def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
 def test_a_heartbeat_of_the_future_is_no_sign_of_life(tmp_path):
     run = write_run(tmp_path / "a", [line(1)])
     (run / "heartbeat.json").write_text(json.dumps({"time": START + 7200, "step": 1}))
-    found = health.examine(*records.read([run]), now=START)
-    (text,) = [each.text for each in found if each.level == "look" and "heartbeat" in each.text]
-    assert "is 2 h ahead of this clock, so whether the run is alive is not known" in text
+    findings = health.examine(*records.read([run]), now=START)
+    (text,) = [x.text for x in findings if x.level == "look" and "heartbeat" in x.text]
+    assert "is 2 h ahead of this clock: set the clocks" in text
 
 
 def test_a_folder_that_takes_no_report_is_named_with_the_way_out_and_keeps_no_part(
@@ -244,7 +244,7 @@ def test_a_folder_that_takes_no_report_is_named_with_the_way_out_and_keeps_no_pa
             file.write(data[:10])
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    before = sorted(run.iterdir())
+    files = sorted(run.iterdir())
     monkeypatch.setattr(type(epath.Path(run)), "write_bytes", fails)
     message = refused(capsys, "report", str(run))
     assert f"'{run}/report.html' cannot be written (Read-only file system)" in message
@@ -252,7 +252,7 @@ def test_a_folder_that_takes_no_report_is_named_with_the_way_out_and_keeps_no_pa
     pytest.importorskip("matplotlib")
     message = refused(capsys, "report", str(run), "--png", str(run / "r.png"))
     assert message.strip() == f"error: Read-only file system: '{run}/r.png'"
-    assert sorted(run.iterdir()) == before
+    assert sorted(run.iterdir()) == files
 
 
 # An event of each kind that a page or a report speaks of.

@@ -83,10 +83,8 @@ def _progress(record: Record, now: float) -> Finding:
         text = f"The run is not alive: its last heartbeat is {duration(now - beat)} old, at {at}"
         return Finding("bad", f"{text}, in {doing!r}.")
     if isinstance(beat, int | float) and beat - now > SILENT_SECONDS:
-        ahead = f"The last heartbeat, at {at}, is {duration(beat - now)} ahead of this clock"
-        return Finding(
-            "look", f"{ahead}, so whether the run is alive is not known: set the clocks."
-        )
+        text = f"The last heartbeat, at {at}, is {duration(beat - now)} ahead of this clock"
+        return Finding("look", f"{text}: set the clocks to know whether the run is alive.")
     silent = now - times.max()
     interval = np.diff(times).clip(0).mean() if times.size > 1 else 0.0
     if silent > max(SILENT_SECONDS, SILENT_INTERVALS * interval):
