@@ -8,6 +8,7 @@ lines of JSON; a connection that says no hello is dropped.
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -15,6 +16,7 @@ import os
 import pathlib
 import platform
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -134,7 +136,13 @@ def _hellos(
                     connection, (ip, *_) = server.accept()
                     connection.settimeout(_GREETING_SECONDS)
                     file = dropped.enter_context(_lines(connection))
+                    # A byte now and then is no silence, and would hold everybody up for ever.
+                    end = functools.partial(connection.shutdown, socket.SHUT_RDWR)
+                    limit = threading.Timer(_GREETING_SECONDS, end)
+                    dropped.callback(limit.cancel)
+                    limit.start()
                     said = _read(file)
+                    limit.cancel()
                     hello = {"host": str(said["host"]), "ip": ip, "port": int(said["port"])}
                     process = int(said["process"])
                     hello["facts"] = {name: str(fact) for name, fact in said["facts"].items()}

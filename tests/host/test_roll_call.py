@@ -1,5 +1,6 @@
 """The roll call of processes: threads stand for them, and talk over real connections."""
 
+import contextlib
 import json
 import socket
 import time
@@ -130,6 +131,25 @@ def test_whatever_is_said_and_whoever_is_lost_the_roll_call_has_an_end(hello, se
             peer.sendall(hello.encode() + b"\n")
             time.sleep(0.2)
         assert any(text.startswith(sentence) for text in waiting.result().fatal)
+
+
+def test_a_stranger_who_speaks_byte_by_byte_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(roll_call, "_GREETING_SECONDS", 0.3)
+    port = free_port()
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(roll_call.call, f"127.0.0.1:{port}", 2, SAME, seconds=3.0)
+        slow = roll_call._connect(f"127.0.0.1:{port}", 3.0)
+
+        def drip():
+            while not first.done():
+                with contextlib.suppress(OSError):
+                    slow.sendall(b" ")
+                time.sleep(0.05)
+
+        pool.submit(drip)
+        time.sleep(0.1)
+        assert roll_call.answer(f"127.0.0.1:{port}", 1, SAME, seconds=3.0) == first.result()
+    slow.close()
 
 
 def test_facts_are_of_this_installation(monkeypatch):
