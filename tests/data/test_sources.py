@@ -142,7 +142,7 @@ def test_the_only_file_of_a_side_is_not_empty(tmp_path, held_out):
     assert [len(d.text) for d in alone] == [1]
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(count=st.integers(2, 30), held_out=st.floats(0.001, 0.999), name=st.sampled_from("abcd"))
 def test_small_files_of_rows_have_both_sides(tmp_path_factory, count, held_out, name):
     path = tmp_path_factory.mktemp("rows") / f"{name}.jsonl"
