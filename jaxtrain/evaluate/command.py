@@ -91,7 +91,9 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
     opened, mesh = options.open(*(form for form in trained.FORMS if form not in ("clip", "llava")))
-    path = options.out
+    path, step = options.out, options.step
+    if step is None and trained.is_trained(opened.folder):
+        step = trained.default_step(opened.folder)  # no earlier, because it starts the devices
     if path is None and trained.is_trained(opened.folder):
         path = str(as_path(opened.folder) / RESULTS)
     is_decoder = isinstance(opened.model, DecoderConfig)
@@ -114,7 +116,7 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
             "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": "jaxtrain " + shlex.join(sys.argv[1:]),
             "version": jaxtrain.__version__,
-        } | ({} if opened.step is None else {"step": opened.step})
+        } | ({} if step is None else {"step": step})
         with as_path(path).open("a") as file:
             file.write(json.dumps(about | results) + "\n")
         print(f"added to {path}")

@@ -63,7 +63,6 @@ class Opened(NamedTuple):
     """A model, its parameters and tokenizer (None of images), and the local folder that it lies in.
 
     Args:
-      step: the checkpoint of a run; None for other models.
       begin: what stands before a text, and before a conversation, of a decoder: of a run an end of
         document, as in training; of another model what transformers puts there.
     """
@@ -73,7 +72,6 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer | None
     folder: str
     begin: tuple[tuple[int, ...], tuple[int, ...]]
-    step: int | None = None
 
 
 def open_model(
@@ -105,7 +103,6 @@ def open_model(
     if step is not None and not is_run:
         raise ValueError(f"--step is {step}, and '{folder}' has no checkpoints: leave it out")
     if is_run:
-        step = trained.default_step(folder) if step is None else step
         model, params, tokenizer = trained.load(folder, step, mesh=mesh)
         if quantize is not None:
             params = Quantize(quantize).params(params, jax.random.key(0))
@@ -120,11 +117,11 @@ def open_model(
             f"{model.vocab_size}: give the folder the tokenizer that the model was trained with"
         )
     if form != "decoder":
-        return Opened(model, params, tokenizer, folder, ((), ()), step)
+        return Opened(model, params, tokenizer, folder, ((), ()))
     begin = ((tokenizer.eod,),) * 2 if is_run else (tokenizer.beginning, ())
     # A pretrained model may have more tokens than its tokenizer, which has no text for those.
     model = dataclasses.replace(model, vocab_size=tokenizer.vocab_size)
-    return Opened(model, params, tokenizer, folder, begin, step)
+    return Opened(model, params, tokenizer, folder, begin)
 
 
 def open_adapter(folder: str, base: Opened) -> Additions:
