@@ -86,6 +86,10 @@ class CompiledStep:
     arguments: tuple[PyTree, PyTree]
     _compared: bool = False
 
+    def __repr__(self) -> str:
+        checks = "; ".join(check.name for check in self.checks)
+        return f"CompiledStep(compiled in {self.compile_seconds:.1f} s; {checks})"
+
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
         """Runs the step. Host arrays in ``batch`` are placed first; a donated ``state`` is gone.
 
@@ -387,7 +391,7 @@ def _check_compiled(compiled: Any, state: PyTree, shardings: PyTree | None) -> l
     return [
         *checks,
         Check("state returned as it came", text, not moved),
-        Check("largest leaf on every device", f"{name}, {size:,} bytes", True),
+        Check(f"at most {size:,} bytes of a leaf copied to every device", name, True),
     ]
 
 

@@ -213,6 +213,10 @@ class Experiment:
     """Seed of parameters and of the randomness of steps."""
     metadata: Metadata = dataclasses.field(default_factory=Metadata)
 
+    def __repr__(self) -> str:
+        size = f"{self.data.items_per_step:,} {self.data.item}"
+        return f"Experiment({self.name!r}, {self.steps:,} steps of {size}, seed {self.seed})"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", as_policy(self.policy))
         if (sets := self.data.eval_sets) and self.deciding_set is None:

@@ -57,6 +57,14 @@ class TrainState:
     memory: PyTree = None
     method: PyTree = None
 
+    def __repr__(self) -> str:  # A notebook shows the last value of a cell: no arrays.
+        try:
+            step = str(self.step)
+        except RuntimeError:  # It was donated.
+            step = "gone"
+        parameters = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self.params))
+        return f"TrainState(step={step}, {parameters:,} parameters)"
+
 
 def init_state(
     init_fn: Callable[[jax.Array], PyTree],

@@ -26,11 +26,14 @@ PROC, CGROUP = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 POWERCAP = pathlib.Path("/sys/class/powercap")
 
 
-def sources(devices: Sequence[jax.Device]) -> list[Source]:
-    """Returns what can be read of some local devices and of the host."""
+def sources(
+    devices: Sequence[jax.Device], *, disk_before: Mapping[str, float] = {}
+) -> list[Source]:
+    """Returns what can be read of some local devices and of the host, whose bytes from and to disk
+    count from :func:`disk` then."""
     platform = devices[0].platform
     found = {"gpu": nvidia, "tpu": tpu}.get(platform, lambda devices: None)(devices)
-    return [each for each in (found, host()) if each is not None]
+    return [each for each in (found, host(disk_before=disk_before)) if each is not None]
 
 
 def nvidia(
@@ -122,16 +125,18 @@ def tpu(devices: Sequence[jax.Device]) -> Source | None:
     return read
 
 
-def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
+def host(
+    clock: Callable[[], float] = time.monotonic, *, disk_before: Mapping[str, float] = {}
+) -> Source | None:
     """The host, from /proc; None where there is none.
 
     Returns a source of ``host/cpu`` (the part of all cores that is busy, since the reading before),
     ``host/memory_fraction`` (in use, of the machine or of what its control group may have,
     whichever is fuller), ``host/process_memory`` (bytes), ``host/process_cores`` (cores that this
     process keeps busy), ``host/disk_read`` and ``host/disk_written`` (bytes of this process, from
-    its beginning), ``host/network_received`` and ``host/network_sent`` (bytes of the host through
-    interfaces that have a route, from the first reading on) and, where RAPL can be read,
-    ``host/energy`` (kWh of CPU packages and memory, from the first reading on).
+    its beginning or from ``disk_before``), ``host/network_received`` and ``host/network_sent``
+    (bytes of the host through interfaces that have a route, from the first reading on) and, where
+    RAPL can be read, ``host/energy`` (kWh of CPU packages and memory, from the first reading on).
     """
     if not exists(PROC / "stat"):
         return None
@@ -156,7 +161,7 @@ def host(clock: Callable[[], float] = time.monotonic) -> Source | None:
             **rate("host/process_cores", times.user + times.system, clock()),
             "host/memory_fraction": max(_machine_memory(), _group_memory()),
             "host/process_memory": float(resident * os.sysconf("SC_PAGE_SIZE")),
-            **_disk(),
+            **{name: count - disk_before.get(name, 0.0) for name, count in disk().items()},
             **network(),
             **energy(),
         }
@@ -170,7 +175,7 @@ def _since(count: Source) -> Source:
     return lambda: {k: v - first.setdefault(k, v) for k, v in count().items()}
 
 
-def _disk() -> dict[str, float]:
+def disk() -> dict[str, float]:
     """What this process has read from and written to storage (proc_pid_io(5)); not what the page
     cache had, and no network file system."""
     try:

@@ -35,7 +35,7 @@ CSV, PROMETHEUS, UPDATES = "metrics.csv", "metrics.prom", "updates.jsonl"
 RECEIPTS, WATERMARKS = "receipts.jsonl", "watermarks.jsonl"
 # Of `jaxtrain retrain`: which run is the best now, and every decision.
 PROMOTED, RETRAININGS = "promoted.json", "retrainings.jsonl"
-CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+CHECKPOINTS, TENSORBOARD, PICTURES = "checkpoints", "tensorboard", "pictures"
 # Of launchers, who meet there before there is a run.
 HOSTS = "hosts"
 FILES = (OWNER, CONFIG, CHANGES, LOG, EVENTS, HEARTBEAT, STOPPED, LANDSCAPE, REPORT, PICTURE)
@@ -47,7 +47,7 @@ GONE_SECONDS = 2.0
 _WRITTEN = re.compile(
     rf"({'|'.join(map(re.escape, FILES))})(\.partial(-[0-9a-f]+)?)?|{HANG.format('[0-9]+')}"
     rf"|{CHECKPOINTS}/(\d+|damaged-\d+(\.\d+)?|\d+\.orbax-checkpoint-tmp.*)"
-    rf"|{TENSORBOARD}/(events\.out\.tfevents\..*|plugins)"
+    rf"|{TENSORBOARD}/(events\.out\.tfevents\..*|plugins)|{PICTURES}/[\w-]+\.png"
 )
 
 
@@ -298,7 +298,7 @@ def is_run(folder: epath.Path) -> bool:
 
 def _delete_written(folder: epath.Path, files: Iterable[str]) -> None:
     """Deletes what a run has written, but for the token of its new owner; of links, the links."""
-    for inner in (folder / CHECKPOINTS, folder / TENSORBOARD, folder):
+    for inner in (folder / CHECKPOINTS, folder / TENSORBOARD, folder / PICTURES, folder):
         if inner != folder and paths.is_link(inner):
             inner.unlink()
         for path in paths.listed(inner) if paths.is_folder(inner) else ():

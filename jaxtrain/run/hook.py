@@ -33,6 +33,21 @@ class Hook:
     If a call of the train step runs several steps, a state exists after the last of them only.
     """
 
+    _log: Any = None
+
+    def show(self, step: int, values: Mapping[str, Any]) -> None:
+        """Shows pictures and texts, for a hook's own methods to call.
+
+        TensorBoard has all of them, and the report has the newest picture of each name. Outside of
+        :func:`jaxtrain.fit` nothing happens.
+
+        Args:
+          step: the step that they are of.
+          values: by name, uint8 pixels [height, width, 3], or a text.
+        """
+        if self._log is not None:
+            self._log.show(step, values)
+
     def on_start(self, step: int, state: TrainState) -> None:
         """Called by :func:`jaxtrain.fit` before its first step, with the number of steps made."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
@@ -140,7 +141,7 @@ class Best:
 
     step: int
     evaluation: dict[str, float]
-    restore: Callable[[], TrainState]
+    restore: Callable[[], TrainState] = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +159,13 @@ class FitResult:
     stopped: str | None = None
     best: Best | None = None
     code: int = DONE
+
+    def __repr__(self) -> str:
+        numbers = {name: x for name, x in self.evaluation.items() if not np.ndim(x)}
+        parts = [f"run_dir={self.run_dir!r}", repr(self.state), f"evaluation={numbers}"]
+        parts += [f"stopped={self.stopped!r}"] if self.stopped else []
+        parts += [repr(self.best)] if self.best else []
+        return f"FitResult({', '.join(parts)})"
 
 
 def fit(
@@ -304,7 +312,8 @@ def _fit(
         stopped = stopped_before(run_dir, start, go_on=go_on) if resume else None
         if stopped is not None:
             experiment = experiment.with_(steps=start)
-        with ledger.phase("compile"):
+        compiling = terminal.waiting("compiling the train step", expected=journal.compile_seconds)
+        with ledger.phase("compile"), compiling:
             train, programs = build.compile_loop(experiment, state, mesh, start, experiment.steps)
         if owner is None:  # Only now: whatever has been refused so far has left an older run alone.
             owner = claim()
@@ -328,6 +337,8 @@ def _fit(
         run = stack.enter_context(
             _opened(experiment, options, mesh, owner, peers, writers, journal, start, resume)
         )
+        for hook in hooks:
+            hook._log = run.log
         stack.enter_context(storage.restartable())
         stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
         noted = (owner.path, experiment.stack, metadata.config, run.progress.note)
@@ -432,7 +443,7 @@ def _opened(
             webhook=webhook(),
         ) as alerts,
         Sampling(
-            lambda: readings.sources(jax.local_devices()),
+            lambda: readings.sources(jax.local_devices(), disk_before=journal.disk_before),
             seconds=options.sample_seconds,
             peers=peers,
         ) as sampling,

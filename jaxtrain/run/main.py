@@ -15,6 +15,7 @@ import io
 import math
 import pathlib
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -145,10 +146,31 @@ class Config:
           rates: peak learning rates by optimizer, where they are not the optimizers' own.
           multipliers: ``rate_multipliers`` and ``decay_multipliers`` of the model, from path to
             factor, which those of the flags multiply.
-          **given: the other arguments of :meth:`jaxtrain.Experiment.of`: ``init_fn``, ``loss_fn``,
-            ``batch`` and ``train_batches`` (with ``eval_batches``, of :meth:`batches_of`), and
-            those that have a default. ``config`` and ``may_change`` are added to what these flags
-            say; any other comes in its place.
+          **given: the other arguments of :meth:`jaxtrain.Experiment.of`. ``config`` and
+            ``may_change`` are added to what these flags say; any other comes in its place.
+
+        ===================  ===========================================================
+        argument             value
+        ===================  ===========================================================
+        ``init_fn``          ``rng -> params``, or ``-> (params, model_state)``
+        ``loss_fn``          ``(params, batch, rng) -> loss``, as for ``build_train_step``
+        ``has_model_state``  True where ``init_fn`` returns model state too
+        ``eval_loss_fn``     the loss of held-out rows, where it is another
+        ``stages``           a :class:`jaxtrain.Stages` in place of ``loss_fn``
+        ``rules``            sharding rules of the parameters, by path
+        ``freeze``           paths of parameters that do not train
+        ``optimizer``        an optax transformation, or ``stack -> transformation``
+        ``batch``            shapes of a batch; :meth:`batches_of` returns this and the next two
+        ``train_batches``    ``(first_step, sharding) -> stream of batches``
+        ``eval_batches``     ``sharding -> batches``, or several of these by name
+        ``best_metric``      metric of an evaluation that chooses the best checkpoint
+        ``best_mode``        ``"min"`` or ``"max"``
+        ``derived``          ``means -> more numbers`` to log
+        ``conclude``         ``(state, means) -> lines`` printed at the end
+        ``pictures``         ``(state, means) -> pictures`` of the end
+        ``facts``            more lines of the header, by name
+        ``files``            texts to keep in the run's folder, by name
+        ===================  ===========================================================
         """
         typed_flags = self.optimizer
         # Only the module's own reads count as use, so read a copy here.
@@ -390,6 +412,7 @@ def main(
     Exits with the codes of :mod:`jaxtrain.host.exit_codes`; an invalid configuration prints one
     sentence and exits with ``REFUSED``.
     """
+    called = time.time()
     with output.lasting(), refusing(config_type), contextlib.ExitStack() as stack:
         resumed = run_to_resume(config_type, arguments)
         config = parse(config_type, arguments, default=default if resumed is None else resumed)
@@ -407,7 +430,10 @@ def main(
         )
         experiment = experiment.with_(may_change=may_change)
         try:
-            given = {"hooks": hooks, "writers": writers, "began": process_began()}
+            # A program's time counts from its start. A notebook has no file: it began long before.
+            is_program = hasattr(sys.modules["__main__"], "__file__")
+            began = process_began() if is_program else called
+            given = {"hooks": hooks, "writers": writers, "began": began}
             result = fit(experiment, config.run, **given)
         except Diverged as error:
             print(f"error: {with_flags(str(error), config_type)}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The loop and the run around it."""
 
+import base64
 import dataclasses
 import json
 
@@ -168,7 +169,22 @@ def test_metrics_that_are_arrays_reach_hooks_logs_and_evaluations(tmp_path, step
 def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
     run = tmp_path / "run"
     options = jt.RunOptions(run_dir=str(run), log_every=5, eval_every=4, save_every=4, keep=1)
-    result = jt.fit(make_experiment(), options)
+    experiment = make_experiment()
+
+    class Shows(jt.Hook):
+        def on_evaluation(self, step, means):
+            self.show(step, {"hook/red": np.full((2, 3, 3), [255, 0, 0], np.uint8)})
+
+    result = jt.fit(experiment, options, hooks=[Shows()])
+    (picture,) = (run / "pictures").iterdir()
+    assert picture.name == "hook-red.png"
+    assert base64.b64encode(picture.read_bytes()).decode() in (run / "report.html").read_text()
+    (board,) = (run / "tensorboard").iterdir()
+    assert board.read_bytes().count(b"hook/red") == 3  # once for each evaluation
+    assert repr(experiment) == "Experiment('toy', 12 steps of 8 rows, seed 0)"
+    assert repr(result.state) == "TrainState(step=12, 416 parameters)"
+    assert repr(result).startswith(f"FitResult(run_dir='{run}', TrainState(step=12, 416 ")
+    assert len(repr(result)) < 500
     config = json.loads((run / "config.json").read_text())
     provenance = config.pop("provenance")
     assert config == {"answer": 42}

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxtrain.host import output, storage
+from jaxtrain.host import output, readings, storage
 from jaxtrain.host.exit_codes import Ended
 from jaxtrain.host.paths import is_remote, json_object, read_if_there, write_whole
 from jaxtrain.run.folder import EVENTS, HEARTBEAT, LOG, RunLock
@@ -49,6 +49,7 @@ class Journal:
       identity: of the run, made of its first start: the same in all attempts.
       step_times: how many steps took how long, as ``Throughput`` counts them.
       costs: of this attempt, what is known of ``goodput.COSTS``.
+      disk_before: bytes that the process has moved before this attempt.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Journal:
         self.attempt, self.step = 1, 0
         self.step_times: Mapping[int, int] = {}
         self.costs: dict[str, float] = {}
+        self.disk_before = readings.disk()
         self.identity = identity_of({"began": self.ledger.began, "host": socket.gethostname()})
         self._wall, self._clock, self._beat_seconds = wall, clock, beat_seconds
         self._first_step: int | None = None
@@ -129,6 +131,12 @@ class Journal:
             target=self._keep_beating, name="jaxtrain-heartbeat", daemon=True
         )
         self._beating.start()
+
+    @property
+    def compile_seconds(self) -> float | None:
+        """Seconds that the attempt before took to compile; None where there is none."""
+        known = [attempt.seconds.get("compile") for attempt in self._earlier]
+        return known[-1] if known else None
 
     def ready(
         self,

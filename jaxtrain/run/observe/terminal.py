@@ -1,8 +1,9 @@
 """Terminal output of a run: its header, one line of progress, and lines of text."""
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 from rich.console import Console
@@ -28,7 +29,7 @@ def print_header(title: str, facts: Mapping[str, str], *, console: Console | Non
     table.add_column(overflow="fold")
     for name, text in facts.items():
         table.add_row(Text(name), Text(text))  # not as markup, in which [brackets] are styles
-    console = console or Console()
+    console = console or _console()
     console.print(Text(title, style="bold"))
     console.print(table, highlight=False)
     console.print()
@@ -37,8 +38,52 @@ def print_header(title: str, facts: Mapping[str, str], *, console: Console | Non
 def print_lines(lines: Iterable[str], *, console: Console | None = None) -> None:
     """Prints text as it is; in the first process only."""
     if jax.process_index() == 0:
-        console = console or Console()
+        console = console or _console()
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """A console that writes plain lines in a notebook, where rich would write terminal codes."""
+    return Console(force_jupyter=False)
+
+
+@contextlib.contextmanager
+def waiting(
+    text: str,
+    *,
+    expected: float | None = None,
+    console: Console | None = None,
+    every: float = SILENT_SECONDS,
+) -> Iterator[None]:
+    """Says how long a ``with`` takes, once a second on a terminal and in sparse lines elsewhere; in
+    the first process only.
+
+    Args:
+      text: names what takes long.
+      expected: seconds that it took before, from which the time left follows; None where unknown.
+      console: where to print.
+      every: seconds between lines where there is no terminal.
+    """
+    console, began, ended = console or _console(), time.monotonic(), threading.Event()
+
+    def line() -> str:
+        seconds = time.monotonic() - began
+        left = f", about {_minutes(max(0.0, expected - seconds))} left" if expected else ""
+        return f"{text} for {_minutes(seconds)}{left}"
+
+    def tell() -> None:
+        while not ended.wait(1.0 if live else every):
+            live.update(line()) if live else print_lines([line()], console=console)
+
+    shown = jax.process_index() == 0
+    live = console.status(text) if shown and console.is_terminal else None
+    with live or contextlib.nullcontext():
+        if shown:
+            threading.Thread(target=tell, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
 
 
 class Progress:
@@ -60,11 +105,12 @@ class Progress:
     ):
         self._total, self._item, self._clock = total, item, clock
         self._steps_per_epoch = steps_per_epoch
-        self._console = console or Console()
+        self._console = console or _console()
         self._quiet = jax.process_index() != 0
         self._start, self._line_at = start, clock()
         self._first: tuple[int, float] | None = None
-        self._step, self._said_at = start, clock()
+        self._step, self._step_at = start, clock()
+        self._said_at = self._step_at
         self._closed = threading.Event()
         self._bar: RichProgress | None = None
         if self._console.is_terminal and not self._quiet:
@@ -96,7 +142,7 @@ class Progress:
     ) -> None:
         """Shows that a step has ended, with its loss and perhaps other metrics, by name."""
         rate = f"{human_count(items_per_second)} {self._item}/s" if items_per_second else ""
-        self._step = step
+        self._step, self._step_at = step, self._clock()
         epoch = f"epoch {float(step / per):.3g}" if (per := self._steps_per_epoch) else ""
         told = [f"loss {metrics['loss']:.4f}"]
         more = [name for name in metrics if name != "loss"]
@@ -127,7 +173,9 @@ class Progress:
         while not self._closed.wait(SILENT_SECONDS / 10):
             silent = self._clock() - self._said_at
             if silent >= SILENT_SECONDS:
-                self._print(f"step {self._step}/{self._total}  no news for {_minutes(silent)}")
+                left = self._left(self._step, self._step_at) if self._first else ""
+                told = f"no news for {_minutes(silent)}  {left}".rstrip()
+                self._print(f"step {self._step}/{self._total}  {told}")
 
     def _print(self, text: str) -> None:
         self._said_at = self._clock()

@@ -28,7 +28,8 @@ from jaxtrain.host.paths import (
     read_if_there,
     write_whole,
 )
-from jaxtrain.run.folder import LOG, TENSORBOARD
+from jaxtrain.host.pictures import save_pixels
+from jaxtrain.run.folder import LOG, PICTURES, TENSORBOARD
 from jaxtrain.run.hook import Value
 
 logger = logging.getLogger(__name__)
@@ -337,7 +338,29 @@ def make_writers(
         return Fanout(())
     run_dir = epath.Path(run_dir)
     log = JSONLWriter(run_dir / LOG, resume_step=resume_step, stamp=stamp)
-    return Fanout((log, TensorBoardWriter(run_dir / TENSORBOARD, resume_step=resume_step)))
+    board = TensorBoardWriter(run_dir / TENSORBOARD, resume_step=resume_step)
+    return Fanout((log, board, PictureWriter(run_dir / PICTURES)))
+
+
+class PictureWriter:
+    """Keeps the newest picture of each name as a PNG file, for the report."""
+
+    def __init__(self, folder: epath.Path):
+        self._folder = folder
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        """Passes numbers over."""
+
+    def show(self, step: int, values: Mapping[str, Shown]) -> None:
+        """Writes pictures, named as files may be."""
+        for name, value in values.items():
+            if isinstance(value, np.ndarray):
+                file = re.sub(r"[^\w-]+", "-", name, flags=re.ASCII) + ".png"
+                make_folder(self._folder)
+                save_pixels(value, self._folder / file)
+
+    def close(self) -> None:
+        """Has nothing open."""
 
 
 def flat(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:

@@ -134,3 +134,31 @@ def test_other_processes_print_nothing(monkeypatch, make):
 def test_output_goes_to_standard_output_by_default(capsys):
     print_lines(["here"])
     assert capsys.readouterr().out == "here\n"
+
+
+def test_a_long_wait_says_how_long_and_how_much_is_left(monkeypatch):
+    for console in (plain(), tty()):
+        with terminal.waiting("compiling", expected=90.0, console=console, every=0.02):
+            until = time.monotonic() + 20
+            while "left" not in shown(console) and time.monotonic() < until:
+                time.sleep(0.01)
+        assert re.search(r"compiling for 0:0\d, about 1:[23]\d left", shown(console))
+
+
+def test_a_notebook_gets_plain_lines(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    print_header("a run", {"mesh": "data 8"})
+    assert capsys.readouterr().out == "a run\nmesh  data 8\n\n"
+
+
+def test_a_silence_says_how_much_is_left(monkeypatch):
+    monkeypatch.setattr(terminal, "SILENT_SECONDS", 0.1)
+    clock, console = Clock(), plain()
+    with Progress(100, console=console, clock=clock) as progress:
+        for step in (1, 2, 3):
+            progress.update(step, {"loss": 1.0}, items_per_second=None)
+            clock.now += 2.0
+        until = time.monotonic() + 20
+        while "no news" not in shown(console) and time.monotonic() < until:
+            time.sleep(0.01)
+    assert re.search(r"step 3/100  no news for 0:0\d  3:14 left", shown(console))

@@ -1,5 +1,6 @@
 """The page: what is drawn of one or several runs, as data for the hand-kept script of page.html."""
 
+import base64
 import dataclasses
 import datetime
 import html
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.host.memory import human_bytes, human_count
+from jaxtrain.host.paths import as_path, listed
+from jaxtrain.run.folder import PICTURES
 from jaxtrain.run.observe import journal
 from jaxtrain.run.observe.goodput import account, spent
 from jaxtrain.run.observe.metric import MACHINE, Metric
@@ -28,6 +31,8 @@ BUCKETS = (100, 1000)
 # Marks (skipped steps, spikes) of one kind at most; the number of all is told in words.
 MARKS = 500
 HISTOGRAM_BINS = 60
+# Of pictures, letters of all together.
+PICTURE_BYTES = 400_000
 # Of the journal, the last so many lines.
 EVENTS = 200
 # Parts of a model whose memory is drawn, and what of each is read.
@@ -62,7 +67,22 @@ def make_page(
     # No text of a run can end the script that holds it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     title = ", ".join(record.name for record in records)
-    return _template().replace("{{TITLE}}", html.escape(title)).replace("{{DATA}}", text)
+    page = _template().replace("{{TITLE}}", html.escape(title))
+    return page.replace("{{PICTURES}}", _pictures(records)).replace("{{DATA}}", text)
+
+
+def _pictures(records: Sequence[Record]) -> str:
+    """The newest pictures of the runs as HTML: the first by name, below ``PICTURE_BYTES``."""
+    parts, size = [], 0
+    for record in records:
+        for path in sorted(listed(as_path(record.path) / PICTURES)):
+            content = base64.b64encode(path.read_bytes()).decode()
+            size += len(content)
+            if size < PICTURE_BYTES:
+                name = html.escape(f"{record.name}: {path.stem}")
+                image = f'<img alt="{name}" src="data:image/png;base64,{content}">'
+                parts.append(f"<figure>{image}<figcaption>{name}</figcaption></figure>")
+    return "".join(parts)
 
 
 def stylesheet() -> str:
