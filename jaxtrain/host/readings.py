@@ -33,7 +33,8 @@ def sources(
     count from :func:`disk` then."""
     platform = devices[0].platform
     found = {"gpu": nvidia, "tpu": tpu}.get(platform, lambda devices: None)(devices)
-    return [each for each in (found, host(disk_before=disk_before)) if each is not None]
+    both = (found, host(disk_before=disk_before))
+    return [source for source in both if source is not None]
 
 
 def nvidia(

@@ -433,8 +433,7 @@ def main(
             # A program's time counts from its start. A notebook has no file: it began long before.
             is_program = hasattr(sys.modules["__main__"], "__file__")
             began = process_began() if is_program else called
-            given = {"hooks": hooks, "writers": writers, "began": began}
-            result = fit(experiment, config.run, **given)
+            result = fit(experiment, config.run, hooks=hooks, writers=writers, began=began)
         except Diverged as error:
             print(f"error: {with_flags(str(error), config_type)}", file=sys.stderr)
             raise SystemExit(exit_codes.DIVERGED) from None

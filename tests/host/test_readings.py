@@ -158,12 +158,12 @@ def test_what_disk_network_and_cpus_took_is_counted_once(tmp_path, monkeypatch):
     assert readings.disk() == {}
     (proc / "self/io").write_text("rchar: 1\nread_bytes: 4096\nwrite_bytes: 8192\n")
     assert readings.disk() == {"host/disk_read": 4096, "host/disk_written": 8192}
-    before = readings.disk()
+    disk_before = readings.disk()
     (proc / "self/io").write_text("rchar: 1\nread_bytes: 4099\nwrite_bytes: 8200\n")
     (proc / "stat").write_text("cpu  1 2 3 4 5 6 7 8\n")
     (proc / "self/statm").write_text("1 2 3\n")
     (proc / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
-    of_run = readings.host(disk_before=before)()
+    of_run = readings.host(disk_before=disk_before)()
     assert (of_run["host/disk_read"], of_run["host/disk_written"]) == (3, 8)
     each = {0: {"host/energy": 2.0}, 1: {"host/energy": 2.5}, 2: {"host/energy": 7.0}}
     assert readings.of_all(each, {0: "a", 1: "a", 2: "b"}) == {"host/energy": 9.5}

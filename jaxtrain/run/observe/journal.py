@@ -135,8 +135,7 @@ class Journal:
     @property
     def compile_seconds(self) -> float | None:
         """Seconds that the attempt before took to compile; None where there is none."""
-        known = [attempt.seconds.get("compile") for attempt in self._earlier]
-        return known[-1] if known else None
+        return self._earlier[-1].seconds.get("compile") if self._earlier else None
 
     def ready(
         self,

@@ -68,8 +68,10 @@ def waiting(
 
     def line() -> str:
         seconds = time.monotonic() - began
-        left = f", about {_minutes(max(0.0, expected - seconds))} left" if expected else ""
-        return f"{text} for {_minutes(seconds)}{left}"
+        if not expected:
+            return f"{text} for {_minutes(seconds)}"
+        remaining = _minutes(max(0.0, expected - seconds))
+        return f"{text} for {_minutes(seconds)}, about {remaining} left"
 
     def tell() -> None:
         while not ended.wait(1.0 if live else every):
@@ -173,9 +175,9 @@ class Progress:
         while not self._closed.wait(SILENT_SECONDS / 10):
             silent = self._clock() - self._said_at
             if silent >= SILENT_SECONDS:
-                left = self._left(self._step, self._step_at) if self._first else ""
-                told = f"no news for {_minutes(silent)}  {left}".rstrip()
-                self._print(f"step {self._step}/{self._total}  {told}")
+                estimate = self._left(self._step, self._step_at) if self._first else ""
+                news = f"no news for {_minutes(silent)}  {estimate}".rstrip()
+                self._print(f"step {self._step}/{self._total}  {news}")
 
     def _print(self, text: str) -> None:
         self._said_at = self._clock()

@@ -31,7 +31,7 @@ BUCKETS = (100, 1000)
 # Marks (skipped steps, spikes) of one kind at most; the number of all is told in words.
 MARKS = 500
 HISTOGRAM_BINS = 60
-# Of pictures, letters of all together.
+# Letters that encode all pictures of a page together.
 PICTURE_BYTES = 400_000
 # Of the journal, the last so many lines.
 EVENTS = 200
