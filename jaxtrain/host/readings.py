@@ -33,8 +33,8 @@ def sources(
     count from :func:`disk` then."""
     platform = devices[0].platform
     found = {"gpu": nvidia, "tpu": tpu}.get(platform, lambda devices: None)(devices)
-    both = (found, host(disk_before=disk_before))
-    return [source for source in both if source is not None]
+    readers = (found, host(disk_before=disk_before))
+    return [source for source in readers if source is not None]
 
 
 def nvidia(

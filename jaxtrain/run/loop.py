@@ -338,7 +338,7 @@ def _fit(
             _opened(experiment, options, mesh, owner, peers, writers, journal, start, resume)
         )
         for hook in hooks:
-            hook._log = run.log
+            object.__setattr__(hook, "_log", run.log)  # It may be a frozen dataclass.
         stack.enter_context(storage.restartable())
         stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
         noted = (owner.path, experiment.stack, metadata.config, run.progress.note)

@@ -171,6 +171,7 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
     options = jt.RunOptions(run_dir=str(run), log_every=5, eval_every=4, save_every=4, keep=1)
     experiment = make_experiment()
 
+    @dataclasses.dataclass(frozen=True)
     class Shows(jt.Hook):
         def on_evaluation(self, step, means):
             self.show(step, {"hook/red": np.full((2, 3, 3), [255, 0, 0], np.uint8)})
