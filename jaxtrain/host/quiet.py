@@ -51,7 +51,5 @@ def has_nvidia_driver() -> bool:
 if not has_nvidia_driver():
     # Otherwise the plugin raises for want of a driver, which JAX prints with its traceback.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    # Otherwise CUDA's libraries say before the first run that they found no driver.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     with quiet():
         import jax  # noqa: F401
