@@ -324,7 +324,7 @@ def _message(message: Any) -> dict[str, Any]:
         raise ValueError("a message's tool_calls must be a list of objects")
     if not isinstance(content, str) and (content is not None or not calls):
         raise ValueError("a message's content must be text, or null beside tool_calls")
-    # Clients send null for a field that they leave out; a content of null is one.
+    # Clients send null for a field that they leave out. Content alone may be null itself.
     fields = {name: value for name, value in message.items() if value is not None}
     return fields | ({"content": content} if "content" in message else {})
 
