@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxtrain.ops.numerics import wide
 from jaxtrain.sharding.placement import constrain
-from jaxtrain.sharding.rules import Rule, Rules, as_rules
+from jaxtrain.sharding.rules import PartAxes, Rule, Rules, as_rules
 from jaxtrain.sharding.stack import LayerOrder, Stack
 from jaxtrain.tree import PyTree, map_kind, map_named, named_leaves, path_name
 
@@ -116,7 +116,8 @@ class LowRank:
 
     def axes(self, axes: Axes) -> Mapping[str, Axes]:
         *lead, inputs, outputs = axes
-        parts = {"base": axes, "a": (*lead, inputs, None), "b": (*lead, None, outputs)}
+        a, b = PartAxes((*lead, inputs, None)), PartAxes((*lead, None, outputs))
+        parts = {"base": axes, "a": a, "b": b}
         return parts if self.factor is None else parts | {"factor": tuple(lead)}
 
     def merged(self) -> jax.Array:
@@ -158,7 +159,7 @@ class Dora:
 
     def axes(self, axes: Axes) -> Mapping[str, Axes]:
         *lead, _, outputs = axes
-        return {"low": axes, "magnitude": (*lead, outputs)}
+        return {"low": axes, "magnitude": PartAxes((*lead, outputs))}
 
     def merged(self) -> jax.Array:
         v = self.low.merged()

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.ops.linear import Axes, Product
+from jaxtrain.sharding.rules import PartAxes
 from jaxtrain.sharding.stack import LayerOrder
 
 Kind = Literal["nf4", "nf4-double", "int8", "int4"]
@@ -83,9 +84,10 @@ class Packed:
         return multiplied(x, self)
 
     def axes(self, axes: Axes) -> Mapping[str, Axes]:
-        *lead, inputs, outputs = axes
+        *lead, _, outputs = axes
+        # Groups of inputs lie where their codes do; one for all inputs has no such place.
         one = self.scale.shape[-2] == 1
-        of = {"codes": axes, "scale": (*lead, None if one else inputs, outputs)}
+        of = {"codes": axes, "scale": PartAxes((*lead, None, outputs)) if one else axes}
         return of if self.nested is None else of | {"nested": (*lead, None)}
 
     def merged(self) -> jax.Array:

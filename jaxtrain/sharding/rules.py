@@ -108,6 +108,11 @@ class OptionalRules(tuple):
     for batches are for leaves of as many dimensions as they name."""
 
 
+class PartAxes(tuple):
+    """The axes of a part that a kernel has beside its base, such as a low-rank factor: an axis that
+    does not divide is left out, and ``embed`` splits the part where none of the axes does."""
+
+
 def as_rules(rules: Rules | Sequence[Rule] | None) -> Rules:
     """Accepts :class:`Rules`, a plain sequence of pairs, or None for no rules."""
     if isinstance(rules, Rules):
@@ -344,6 +349,7 @@ def _named_spec(
     rules: Rules,
 ) -> P:
     """The spec of the leaf ``what`` by the rule ``(pattern, axes)``."""
+    fitted = isinstance(axes, PartAxes)
     axes = tuple(axes) or (None,) * len(shape)
     if axes[:1] == ("layers",):
         axes = (None,) * (rules.stacked.lead - 1) + axes
@@ -355,6 +361,8 @@ def _named_spec(
     entries, used = [], set()
     for dimension, (size, logical) in enumerate(zip(shape, axes, strict=True)):
         carried = tuple(a for a in rules.mesh_axes(logical, mesh) if a not in used)
+        if fitted and logical != "layers" and size % math.prod(mesh.shape[a] for a in carried):
+            carried = ()
         for axis in carried:
             if size % math.prod(mesh.shape[a] for a in carried):
                 mend = f"use a divisor of {size} or map {logical!r} to None"
@@ -368,6 +376,10 @@ def _named_spec(
                 )
         used.update(carried)
         entries.append(tidy(carried))
+    if fitted:
+        splits = any(entry for entry, axis in zip(entries, axes, strict=True) if axis != "layers")
+        more = () if splits else rules.mesh_axes("embed", mesh)
+        return spread(P(*entries), shape, mesh, more)
     table = LOGICAL_AXES | dict(rules.axes)
     # P(None, None) is whole on purpose, P() by accident: the axes it names are not in this mesh.
     # "layers" does not count, which a pipeline alone splits.

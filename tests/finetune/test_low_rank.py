@@ -6,6 +6,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 import jaxtrain as jt
 from experiments import bert, gpt, t5
@@ -14,11 +15,13 @@ from jaxtrain.build import make_abstract_state, make_experiment_mesh, make_state
 from jaxtrain.finetune import preferences
 from jaxtrain.finetune.change import apply
 from jaxtrain.finetune.low_rank import LoRA
+from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.models import decoder, encoder
 from jaxtrain.optim import frozen
 from jaxtrain.run import trained
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
 from jaxtrain.run.main import parse
+from jaxtrain.sharding.rules import param_shardings
 from jaxtrain.tree import map_named, named_leaves
 
 MODEL = decoder.DecoderConfig(vocab_size=257, seq_len=16, layers=2, width=16, heads=2)
@@ -147,3 +150,42 @@ def test_what_cannot_be_is_refused(base, given, message):
     begun = ["--init-from", base, *given[1:]] if given[0] is None else given
     with pytest.raises(ValueError, match=message):
         trains(gpt.outline(parse(gpt.Config, ["--tokenizer", "bytes", *begun])))
+
+
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("kind", [None, "nf4", *slow("nf4-double", "int8")])
+@pytest.mark.parametrize("rank", [16, *slow(8, 64)])
+@pytest.mark.parametrize("name", ["llama-7b", *slow("llama-1b", "llama-70b", "olmoe-1b-7b")])
+def test_additions_to_large_models_fit_every_mesh(name, rank, kind):
+    """Shapes alone: nothing is refused, and devices split the additions as they do the model."""
+    config = decoder.PRESETS[name]()
+    dense = ("/mlp/.*kernel$",) if not config.experts else ()
+    lora = LoRA(rank=rank, targets=("/attn/.*kernel$", "^head/kernel$", "^embed/tokens$", *dense))
+
+    def init(key):
+        group = 32 if kind and kind.startswith("nf4") else None
+        return Quantize(kind, group).params(lora.params(decoder.init(config, key), key), key)
+
+    params = jax.eval_shape(init, jax.random.key(0))
+    rules = lora.rules(decoder.RULES, params)
+    for sizes, zero in (
+        ({"fsdp": 8}, 0),
+        ({"fsdp": 64}, 0),
+        ({"fsdp": 4, "data": 2}, 0),
+        ({"fsdp": 4, "tensor": 2}, 0),
+        ({"fsdp": 8, "tensor": 8}, 0),
+        ({"data": 8}, 3),
+        *([] if config.experts else [({"tensor": 8}, 0)]),
+    ):
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        shardings = named_leaves(param_shardings(params, mesh, rules, zero=zero))
+        added = {n: x for n, x in named_leaves(params).items() if n[-2:] in ("/a", "/b")}
+        total = sum(x.size for x in added.values())
+        local = sum(np.prod(shardings[n].shard_shape(x.shape)) for n, x in added.items())
+        # Each factor is split by one of the axes at least, or by the one that there is.
+        parts = min(sizes[axis] for axis in ("fsdp", "tensor", *(["data"] * zero)) if axis in sizes)
+        if "tensor" not in sizes or "fsdp" in sizes:
+            assert local <= 1.001 * total / parts, (sizes, zero)
