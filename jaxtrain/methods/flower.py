@@ -23,7 +23,8 @@ def client_app(
 
     A message brings parameters by their paths, the number of the round, and perhaps ``epochs``. The
     answer has the parameters, ``num-examples`` (the weight of the rows that were seen, by which
-    Flower's strategies average) and ``loss``. It needs the extra ``flower``.
+    Flower's strategies average) and ``loss``. Parameters in bfloat16 are sent as float32, because
+    NumPy, with which strategies average, has no bfloat16. It needs the extra ``flower``.
 
     Args:
       step: of :func:`jaxtrain.build_train_step`.
@@ -44,7 +45,7 @@ def client_app(
     def train(message: Any, context: Any) -> Any:
         config, number = message.content["config"], int(context.node_config["partition-id"])
         state, round_ = begun(), int(config["server-round"]) - 1
-        found = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        found = {name: _read(array) for name, array in message.content["arrays"].items()}
         if other := found.keys() ^ named_leaves(state.params).keys():
             raise ValueError(
                 f"the server's arrays and the model's parameters differ in {min(other)!r}: give "
@@ -54,7 +55,7 @@ def client_app(
         key = jax.random.fold_in(jax.random.fold_in(state.rng, round_), number)
         state = dataclasses.replace(state, params=params)
         own, metrics_K = client(int(config.get("epochs", 1)))(key, rows(number), state)
-        found |= {name: np.asarray(x) for name, x in named_leaves(own).items()}
+        found |= {name: _averaged_form(x) for name, x in named_leaves(own).items()}
         weight_K = np.asarray(metrics_K["weight"])
         losses_K = np.where(weight_K != 0, np.asarray(metrics_K["loss"]), 0)
         loss = float((losses_K * weight_K).sum() / (weight_K.sum() or 1))
@@ -64,3 +65,15 @@ def client_app(
         return record.Message(content=content, reply_to=message)
 
     return app
+
+
+def _read(array: Any) -> np.ndarray:
+    """The numbers of a message; NumPy's file format has bfloat16 as bytes without a meaning."""
+    numbers = array.numpy()
+    return numbers.view(jnp.dtype(array.dtype)) if numbers.dtype.kind == "V" else numbers
+
+
+def _averaged_form(param: jax.Array) -> np.ndarray:
+    """Numbers that Flower's strategies can average: float32 for dtypes that NumPy does not have."""
+    array = np.asarray(param)
+    return array.astype(np.float32) if array.dtype.kind == "V" else array

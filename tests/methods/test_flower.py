@@ -1,7 +1,9 @@
 """Flower's own server, its FedAvg and its messages, over clients that train as ours do."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxtrain as jt
@@ -63,3 +65,33 @@ def test_flowers_rounds_are_ours():
     for name, x in state.params.items():
         np.testing.assert_allclose(found.arrays[name].numpy(), x, rtol=2e-6, err_msg=name)
     assert found.train_metrics_clientapp[3]["loss"] < found.train_metrics_clientapp[1]["loss"]
+
+
+@pytest.mark.slow
+def test_parameters_in_bfloat16_are_averaged_as_float32():
+    from flwr.app import Array, ArrayRecord, ConfigRecord
+    from flwr.serverapp.strategy import FedAvg
+
+    from jaxtrain.methods.flower import client_app
+
+    optimizer = optax.sgd(0.5)
+    start = {"w": jnp.ones(3, jnp.bfloat16)}
+
+    def loss_fn(params, batch, rng):
+        return jt.WeightedLoss(
+            (params["w"] * batch["x"]).sum(), jnp.float32(len(batch["x"]))
+        )  # its gradient is the mean of x
+
+    step = jt.build_train_step(loss_fn, optimizer, policy="pure_bf16")
+    init = lambda: jt.init_state(  # noqa: E731
+        lambda key: start, optimizer, jax.random.key(0), policy="pure_bf16"
+    )
+    assert init().params["w"].dtype == jnp.bfloat16
+    rows = lambda number: {"x": np.full((4, 3), 1 + number, np.float32)}  # noqa: E731
+    app = client_app(step, init, rows, local_batch=4)
+    begun = ArrayRecord(array_dict={n: Array(np.asarray(x)) for n, x in start.items()})
+    result = FedAvg(fraction_evaluate=0.0).start(
+        InProcess(app, 2), begun, num_rounds=2, train_config=ConfigRecord({})
+    )
+    # Every round moves by half the mean of 1 and 2.
+    np.testing.assert_array_equal(result.arrays["w"].numpy(), np.float32([-0.5, -0.5, -0.5]))
