@@ -589,9 +589,9 @@ def worst(
     """
     results, expected = named_leaves(results), named_leaves(expected)
     # An infinity that both have, as the best loss before the first, is no difference and no size.
-    kept = {n: ~(np.isinf(b) & (np.asarray(results[n]) == b)) for n, b in expected.items()}
-    results = {n: np.where(kept[n], results[n], 0) for n in expected}
-    expected = {n: np.where(kept[n], b, 0) for n, b in expected.items()}
+    shared = {n: np.isinf(b) & (np.asarray(results[n]) == b) for n, b in expected.items()}
+    results = {n: np.where(shared[n], 0, results[n]) for n in expected}
+    expected = {n: np.where(shared[n], 0, b) for n, b in expected.items()}
     total = math.sqrt(sum(float(np.square(np.float64(x)).sum()) for x in expected.values()))
     count = sum(x.size for x in expected.values())
     errors = []

@@ -45,23 +45,23 @@ def client_app(
     def train(message: Any, context: Any) -> Any:
         config, number = message.content["config"], int(context.node_config["partition-id"])
         state, round_ = begun(), int(config["server-round"]) - 1
-        found = {name: _read(array) for name, array in message.content["arrays"].items()}
-        if other := found.keys() ^ named_leaves(state.params).keys():
+        arrays = {name: _read(array) for name, array in message.content["arrays"].items()}
+        if other := arrays.keys() ^ named_leaves(state.params).keys():
             raise ValueError(
                 f"the server's arrays and the model's parameters differ in {min(other)!r}: give "
                 "the server parameters of this model"
             )
-        params = map_named(lambda name, p: jnp.asarray(found[name], p.dtype), state.params)
+        params = map_named(lambda name, p: jnp.asarray(arrays[name], p.dtype), state.params)
         key = jax.random.fold_in(jax.random.fold_in(state.rng, round_), number)
         state = dataclasses.replace(state, params=params)
         own, metrics_K = client(int(config.get("epochs", 1)))(key, rows(number), state)
-        found |= {name: _averaged_form(x) for name, x in named_leaves(own).items()}
+        arrays |= {name: _averaged_form(x) for name, x in named_leaves(own).items()}
         weight_K = np.asarray(metrics_K["weight"])
         losses_K = np.where(weight_K != 0, np.asarray(metrics_K["loss"]), 0)
         loss = float((losses_K * weight_K).sum() / (weight_K.sum() or 1))
         told = {"num-examples": float(weight_K.sum()), "loss": loss}
-        arrays = record.ArrayRecord(array_dict={n: record.Array(x) for n, x in found.items()})
-        content = record.RecordDict({"arrays": arrays, "metrics": record.MetricRecord(told)})
+        answer = record.ArrayRecord(array_dict={n: record.Array(x) for n, x in arrays.items()})
+        content = record.RecordDict({"arrays": answer, "metrics": record.MetricRecord(told)})
         return record.Message(content=content, reply_to=message)
 
     return app

@@ -87,8 +87,8 @@ class Packed:
         *lead, _, outputs = axes
         # Groups of inputs lie where their codes do; one for all inputs has no such place.
         one = self.scale.shape[-2] == 1
-        of = {"codes": axes, "scale": PartAxes((*lead, None, outputs)) if one else axes}
-        return of if self.nested is None else of | {"nested": (*lead, None)}
+        parts = {"codes": axes, "scale": PartAxes((*lead, None, outputs)) if one else axes}
+        return parts if self.nested is None else parts | {"nested": (*lead, None)}
 
     def merged(self) -> jax.Array:
         return self.dense(jnp.float32)

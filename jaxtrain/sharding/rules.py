@@ -378,8 +378,7 @@ def _named_spec(
         entries.append(tidy(carried))
     if fitted:
         splits = any(entry for entry, axis in zip(entries, axes, strict=True) if axis != "layers")
-        more = () if splits else rules.mesh_axes("embed", mesh)
-        return spread(P(*entries), shape, mesh, more)
+        return spread(P(*entries), shape, mesh, () if splits else rules.mesh_axes("embed", mesh))
     table = LOGICAL_AXES | dict(rules.axes)
     # P(None, None) is whole on purpose, P() by accident: the axes it names are not in this mesh.
     # "layers" does not count, which a pipeline alone splits.
