@@ -17,10 +17,11 @@ from jaxtrain.data.mixtures import open_documents, open_tokenizer
 from jaxtrain.data.packing import PairedTokens, pack, waste
 from jaxtrain.data.sources import HELD_OUT
 from jaxtrain.data.store import DROPPED, TOKENIZER, Store, open_store, source_of
-from jaxtrain.data.writing import append_store, cpus, write_store
+from jaxtrain.data.writing import append_store, write_store
 from jaxtrain.host.least import check_least
 from jaxtrain.host.memory import human_bytes
 from jaxtrain.host.paths import as_path, exists
+from jaxtrain.host.simulated import cpus
 
 # Of a set, what is counted to find its most common tokens: about a second's work.
 COUNTED_TOKENS = 1 << 24

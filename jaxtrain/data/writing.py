@@ -64,6 +64,7 @@ from jaxtrain.host.paths import (
     read_object,
     sizes,
 )
+from jaxtrain.host.simulated import cpus
 
 # Text in a shard, about: what one process does at a time, and what a kill can cost each.
 SHARD_BYTES = 1 << 26
@@ -739,11 +740,6 @@ def _hash(*parts: Any) -> str:
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
-
-
-def cpus() -> int:
-    """Returns the number of processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _write_tokens(

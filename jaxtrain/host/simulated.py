@@ -1,4 +1,4 @@
-"""Simulated devices: one processor as several devices of JAX."""
+"""Simulated devices: one processor as several devices of JAX, and the threads that they share."""
 
 import os
 
@@ -23,3 +23,18 @@ def thread_setting(count: int) -> tuple[str, str]:
     ('NPROC', '32')
     """
     return "NPROC", str(max(4 * count, os.cpu_count() or 1))
+
+
+def thread_count() -> int:
+    """Returns the number of threads of XLA's pool for CPU programs, if JAX starts now.
+
+    Bits depend on it, because XLA divides some sums among its threads. ``NPROC`` sets it; otherwise
+    there is one for each core that this process may use.
+    """
+    setting = os.environ.get("NPROC", "")
+    return int(setting) if setting.isdigit() else cpus()
+
+
+def cpus() -> int:
+    """Returns the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,9 +1,10 @@
 """Records of a run's settings, data and versions, so that resuming it can say what has changed.
 
 A record is the experiment's config and, under ``provenance``, facts that its flags do not tell:
-fingerprints of its data, the mesh, the versions of packages. ``config.json`` in the run's folder
-holds the one it began with, each line of ``changes.jsonl`` one that it went on with, and every
-checkpoint its own. All of it is data: nothing that is named there is imported or opened.
+fingerprints of its data, the mesh, the threads of XLA on a CPU, the versions of packages.
+``config.json`` in the run's folder holds the one it began with, each line of ``changes.jsonl`` one
+that it went on with, and every checkpoint its own. All of it is data: nothing that is named there
+is imported or opened.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ from jaxtrain.engines.plain import accepted_kwargs
 from jaxtrain.experiment import Experiment, optimizer_for
 from jaxtrain.host import storage
 from jaxtrain.host.paths import read_if_there
+from jaxtrain.host.simulated import thread_count
 from jaxtrain.jaxprs import digest
 from jaxtrain.layout import Effect
 from jaxtrain.run.folder import CHANGES, CONFIG, write_text
@@ -48,6 +50,7 @@ _OF_ANY_RUN = {
     "run.*": Effect.SAME,
     "mesh": Effect.ROUNDED,
     "microbatches": Effect.ROUNDED,
+    "threads": Effect.ROUNDED,
     "versions.*": Effect.ROUNDED,
     "code.*": Effect.CODE,
     "best": Effect.SAME,
@@ -82,6 +85,8 @@ def make_record(experiment: Experiment, mesh: Mesh) -> dict[str, Any]:
         own["batch"] = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(batch)]
     own["microbatches"] = experiment.layout.microbatches(mesh.shape.get("pipe", 1))
     own["mesh"] = f"{describe_mesh(mesh)}: {mesh.size} x {mesh.devices.flat[0].device_kind}"
+    if mesh.devices.flat[0].platform == "cpu":
+        own["threads"] = thread_count()
     own["versions"] = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # Run from its folder.

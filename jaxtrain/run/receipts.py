@@ -227,6 +227,7 @@ def differences(then: Line, now: Line) -> list[str]:
         return own | flatten(line["record"].get("flags", {}))
 
     (a, b), ignored = map(facts, (then, now)), ("run.", "code.", "best")
+    ignored += () if "threads" in a else ("threads",)  # an older receipt does not say
     names = [name for name in a | b if a.get(name) != b.get(name) and not name.startswith(ignored)]
     names = [name for name in names if name in a or name != "optimizer"]  # Older receipts lack it.
     told = [f"{name} was {a.get(name)}, now {b.get(name)}" for name in names]

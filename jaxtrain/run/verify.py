@@ -5,6 +5,7 @@ by leaf with its receipt, so nobody needs to trust whoever ran it. Other layouts
 round differently: the lines say which of these are others here.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
@@ -82,7 +83,10 @@ def repeat(
         raise ValueError(f"`segment` is {number}: the run has segments 1 to {len(chain)}")
     segment = chain[number - 1]
     start, end = segment.first["step"], segment.last["step"]
-    # Before anything that starts JAX, for its flags may simulate devices.
+    # Before JAX starts, because flags may simulate devices, and XLA's sums depend on its threads.
+    threads = segment.start["record"].get("provenance", {}).get("threads")
+    if isinstance(threads, int) and not flags:
+        os.environ.setdefault("NPROC", str(threads))
     experiment = load_run(run_dir, module, step=start + 1, flags=flags)
     checkpoints = Reader(as_path(run_dir) / CHECKPOINTS)
     kept = {0, *checkpoints.steps()}

@@ -1,9 +1,11 @@
 """Receipts: what the chain holds, what is found in it, and segments that are made again."""
 
+import copy
 import dataclasses
 import hashlib
 import importlib
 import json
+import os
 import shutil
 import sys
 
@@ -122,11 +124,14 @@ def test_any_segment_is_repeated_and_a_changed_row_or_line_is_found(audited, cap
     assert (status, out.count("can be repeated")) == (0, 3)
     verify += ["--module", "audited_rows", "--segment"]
     before = sorted(str(path) for path in folder.rglob("*"))
+    threads = os.environ["NPROC"]
+    monkeypatch.delenv("NPROC")  # A segment is repeated with as many threads as the run had.
     for number, steps in ((1, "1 to 4"), (3, "9 to 12")):
         expected = f"segment {number}: steps {steps} repeated: the same bits\n"
         expected += "changed since: nothing that a receipt records\n"
         assert command(capsys, *verify, str(number))[:2] == (0, expected)
     assert sorted(str(path) for path in folder.rglob("*")) == before
+    assert os.environ["NPROC"] == threads
 
     monkeypatch.setitem(module.CHANGED, 5, np.float32(0.1))  # the batch of step 6
     (folder / "audited_rows.py").write_text(MODULE.replace("[0, 2] +=", "[0, 2] -="))
@@ -152,6 +157,15 @@ def test_any_segment_is_repeated_and_a_changed_row_or_line_is_found(audited, cap
     error = refused(capsys, *verify, "2")
     assert "checkpoint 4, from which it began, has been deleted" in error
     assert error.endswith("segments that can be repeated: 1, 3\n")
+
+
+def test_other_threads_are_named_and_older_receipts_have_none(audited):
+    start = lines_of(audited[0] / "run")[0]
+    other, older = copy.deepcopy(start), copy.deepcopy(start)
+    other["record"]["provenance"]["threads"] = 1
+    del older["record"]["provenance"]["threads"]
+    assert receipts.differences(start, other) == [f"threads was {os.environ['NPROC']}, now 1"]
+    assert receipts.differences(older, other) == []
 
 
 def test_what_is_changed_in_the_middle_is_found(audited, tmp_path, capsys):
