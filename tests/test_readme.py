@@ -187,6 +187,7 @@ def test_a_module_of_ones_own_is_trained_resumed_planned_checked_and_replayed(
     fast = ("--width", "32", "--optimizer.name", "sgd")
     status, out, _ = command(capsys, "plan", "sine", "--target", "cpu:2", *fast)
     assert (status, out.splitlines()[0]) == (0, "sine on cpu:2")
+    monkeypatch.setenv("COLUMNS", "300")
     pipeline = "data=2,tensor=2,pipe=2,dcn_pipe=2"  # one of those that `jaxtrain parity` tries
     layouts = ("--layout", "data=2,fsdp=2", "--layout", pipeline)
     status, out, _ = command(capsys, "parity", "sine", *layouts, *fast)
