@@ -18,6 +18,7 @@ import types
 import urllib.request
 
 import numpy as np
+import PIL.Image
 import pytest
 from etils import epath
 
@@ -133,7 +134,9 @@ def test_a_run_is_tracked_beside_its_log_by_what_works_and_goes_on_without_the_r
     )
     sensors = ("device/utilisation", "device/temperature", "device/power")
     sensors += ("host/memory_fraction", "host/cpu")
-    monkeypatch.setattr(readings, "sources", lambda devices: [lambda: dict.fromkeys(sensors, 0.5)])
+    monkeypatch.setattr(
+        readings, "sources", lambda devices, **options: [lambda: dict.fromkeys(sensors, 0.5)]
+    )
     run = tmp_path / "gpt-1"
     options = jt.RunOptions(
         str(run), auto_resume=True, log_every=2, eval_every=3, save_every=2, keep=9
@@ -316,11 +319,26 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_line_that_instal
     assert not (tmp_path / "run").exists()
 
 
+PIXELS = np.random.default_rng(0).integers(0, 256, (4, 5, 3), np.uint8)
+
+
+class Shows(jt.Hook):
+    def on_step(self, step, state):
+        if step == 4:
+            self.show(step, {"hook/noise": PIXELS, "hook/text": "not for trackers"})
+
+
+def is_shown(folder):
+    """Whether a folder has PIXELS in a PNG file."""
+    files = pathlib.Path(folder).rglob("*.png")
+    return any(np.array_equal(PIL.Image.open(file).convert("RGB"), PIXELS) for file in files)
+
+
 def tracked(folder, name, **changes):
     """A run that is resumed, for a real tracker; returns its metrics by name and step."""
     options = jt.RunOptions(str(folder), auto_resume=True, log_every=1, trackers=(name,))
     for steps in (4, 6):
-        jt.fit(make_experiment(steps, **changes), options)
+        jt.fit(make_experiment(steps, **changes), options, hooks=[Shows()])
     facts = [x for x in read_events(epath.Path(folder)) if x["event"] == "tracker"]
     assert [x["dropped"] for x in facts] == [0, 0], facts
     kept: dict = {}
@@ -362,10 +380,11 @@ def test_wandb_offline_has_the_run_whole(tmp_path, monkeypatch):
                 item.key or "/".join(item.nested_key): json.loads(item.value_json)
                 for item in record.history.item
             }
-            for name in items.keys() - {"step"}:
+            for name in items.keys() & kept.keys():
                 found[name][items["step"]] = float(items[name])
     ((_, name, project),) = ids  # both attempts are one run
     assert (name, project) == ("toy-1", "toy")
+    assert is_shown(tmp_path / "toy-1" / "wandb")
     for key, series in kept.items():
         assert found[key] == pytest.approx(series, nan_ok=True), key
 
@@ -396,6 +415,7 @@ def test_trackio_has_the_run_whole(tmp_path, monkeypatch):
     kept, found = json.loads(line.removeprefix("FOUND "))
     assert len(kept) == 6
     assert found == pytest.approx(kept)
+    assert is_shown(tmp_path / "trackio")
 
 
 @pytest.fixture
@@ -439,8 +459,10 @@ def test_a_new_mlflow_database_takes_a_run_as_it_trains_or_behind_its_end(tmp_pa
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     from mlflow.tracking import MlflowClient
 
+    monkeypatch.chdir(tmp_path)
     for name, names in (("tracked", ("mlflow",)), ("sent", ())):
-        jt.fit(make_experiment(4), jt.RunOptions(str(tmp_path / name), log_every=1, trackers=names))
+        options = jt.RunOptions(str(tmp_path / name), log_every=1, trackers=names)
+        jt.fit(make_experiment(4), options, hooks=[Shows()])
         for _ in range(0 if names else 2):  # the second time nothing is doubled
             options = command.ReportOptions((str(tmp_path / name),), push=("mlflow",))
             command.run_report(options, [])
@@ -451,6 +473,7 @@ def test_a_new_mlflow_database_takes_a_run_as_it_trains_or_behind_its_end(tmp_pa
         logged = [(x["step"], x["train/loss"]) for x in lines(tmp_path / name) if "train/loss" in x]
         assert sorted((point.step, point.value) for point in points) == logged
         assert run.info.status == "FINISHED"
+    assert is_shown(tmp_path / "mlruns")
 
 
 @pytest.mark.slow

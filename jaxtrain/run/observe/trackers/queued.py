@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.host import storage
 from jaxtrain.run.hook import Value
-from jaxtrain.run.observe.writers import Writer
+from jaxtrain.run.observe.writers import Shown, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class Queued:
 
     Args:
       open: makes the writer; called in the thread, and again with each line where it fails. A
-        writer that has an attribute ``error`` is told there what has ended the run.
+        writer that has an attribute ``error`` is told there what has ended the run, and one that
+        has a method ``show`` gets pictures.
     """
 
     def __init__(
@@ -60,6 +63,14 @@ class Queued:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         """Hands a line on; returns at once."""
+        self._hand_on("write", step, values)
+
+    def show(self, step: int, values: Mapping[str, Shown]) -> None:
+        """Hands pictures on, and no texts; returns at once. The pictures of a call are a line."""
+        if pictures := {name: x for name, x in values.items() if isinstance(x, np.ndarray)}:
+            self._hand_on("show", step, pictures)
+
+    def _hand_on(self, method: str, step: int, values: Mapping[str, Any]) -> None:
         self._given += 1
         waiting = self._waiting.qsize()
         if not waiting:
@@ -73,7 +84,7 @@ class Queued:
         if waiting >= self._lines:
             self._lose(f"{self._lines:,} lines were waiting")
         else:
-            self._waiting.put((step, values))
+            self._waiting.put((method, step, values))
 
     def finish(self, error: BaseException | None = None) -> None:
         """Has the thread write what waits, close the writer and end; returns at once. ``error`` is
@@ -111,8 +122,7 @@ class Queued:
             line = self._waiting.get()
             if line is None:
                 break
-            failed = self._tried(lambda line=line: self._opened().write(*line))
-            if failed:
+            if failed := self._tried(lambda line=line: self._pass_on(*line)):
                 self._lose(failed)
             elif not self._left:
                 self.written += 1
@@ -122,6 +132,10 @@ class Queued:
                 self._writer.error = self._error
             if failed := self._tried(self._writer.close):
                 logger.warning("tracker %s cannot be closed: %s", self.name, failed)
+
+    def _pass_on(self, method: str, *line: Any) -> None:
+        if act := getattr(self._opened(), method, None):  # not every writer shows pictures
+            act(*line)
 
     def _opened(self) -> Writer:
         if self._writer is None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from jaxtrain.host.exit_codes import Ended
@@ -68,6 +69,12 @@ class WandbWriter:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         self._run.log({"step": step, **dict(flat(values))})
+
+    def show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        import wandb
+
+        images = {name: wandb.Image(pixels) for name, pixels in pictures.items()}
+        self._run.log({"step": step, **images})
 
     def close(self) -> None:
         self._run.finish(exit_code=getattr(self.error, "code", 1) if self.error else 0)
@@ -126,6 +133,11 @@ class MLflowWriter:
         for i in range(0, len(metrics), _MLFLOW_METRICS):
             self._client.log_batch(self._id, metrics=metrics[i : i + _MLFLOW_METRICS])
 
+    def show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        for name, pixels in pictures.items():
+            file = f"pictures/{_mlflow_name(name)}/{step}.png"
+            self._client.log_image(self._id, pixels, artifact_file=file)
+
     def close(self) -> None:
         # A run that was stopped goes on later.
         ended = "KILLED" if isinstance(self.error, Ended) else "FAILED"
@@ -154,6 +166,12 @@ class TrackioWriter:
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
         self._run.log(dict(flat(values)), step=step)
+
+    def show(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        import trackio
+
+        images = {name: trackio.Image(pixels) for name, pixels in pictures.items()}
+        self._run.log(images, step=step)
 
     def close(self) -> None:
         self._run.finish()
