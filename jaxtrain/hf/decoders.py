@@ -116,8 +116,9 @@ def _read_phi3(theirs: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions of a part of a head, each frequency of which may have its own divisor."""
     part = positions.take_rotated(theirs, 1.0)
     width, heads = (positions.positive(theirs, x) for x in ("hidden_size", "num_attention_heads"))
+    theirs.setdefault("original_max_position_embeddings", 4096)  # goes before that in the object
     found = positions.read_rope(theirs, 10000.0)
-    theirs.pop("original_max_position_embeddings", None)  # which nothing else reads
+    theirs.pop("original_max_position_embeddings", None)  # nothing else reads it
     size = theirs.get("head_dim") or width // heads
     return found | {"rope_dim": int(size * part) if part < 1 else None}
 
@@ -269,7 +270,7 @@ def _read_gpt_oss(theirs: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, scaled where nothing is said of them, and a window of every other layer."""
     for ours in ("experts_per_token", "initial_context_length"):  # of the first files, said twice
         theirs.pop(ours, None)
-    if not theirs.keys() & {"rope_scaling", "rope_parameters"}:
+    if not theirs.get("rope_scaling") and theirs.get("rope_parameters") is None:
         theirs["rope_scaling"] = {
             "rope_type": "yarn",
             "factor": 32.0,
@@ -414,7 +415,7 @@ QWEN3 = dataclasses.replace(
     QWEN2,
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=QWEN2.fields | {"head_dim": Field("head_dim")},
+    fields=QWEN2.fields | {"head_dim": Field("head_dim", 128)},
     ours=LLAMA.ours | {"qk_norm": True},
     fixed={"attention_bias": False, "is_encoder_decoder": False},
 )
@@ -443,7 +444,7 @@ QWEN3_MOE = dataclasses.replace(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     rows=MOE_ROWS,
-    fields={name: f for name, f in QWEN3.fields.items() if name != "intermediate_size"}
+    fields={name: f for name, f in QWEN2.fields.items() if name != "intermediate_size"}
     | {"moe_intermediate_size": Field("mlp_width", 768), "num_experts": Field("experts", 128)}
     | _ROUTED,
     fixed=QWEN3.fixed | {"decoder_sparse_step": 1, "mlp_only_layers": []},

@@ -222,6 +222,8 @@ def read_modernbert(theirs: dict[str, Any]) -> dict[str, Any]:
     # As many to either side, and the position itself.
     window = positions.positive(theirs, "local_attention", 128) // 2 + 1
     thetas = {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0}
+    if theirs.get("rope_scaling"):  # transformers applies it to both kinds of layers
+        raise ValueError("rope_scaling is not known here of ModernBERT: give rope_parameters")
     theirs.pop("layer_norm_eps", None)  # of older files, beside norm_eps, which is read
     found = positions.read_two_ropes(theirs, positions.read_kinds(theirs, slides, window), thetas)
     return read_head(MODERNBERT_HEADS, theirs) | found

@@ -19,36 +19,54 @@ from jaxtrain.ops.rotary import (
 
 
 def read_rope(theirs: dict[str, Any], default: Any) -> dict[str, Any]:
-    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``."""
-    found = {"rope_theta": theirs.pop("rope_theta", default)} | _taken(theirs)
-    theta, kinds = found.pop("rope_theta"), [found.pop("rope_type", None), found.pop("type", None)]
+    """Rotary positions: ``rope_theta`` and ``rope_scaling``, or both in ``rope_parameters``.
+
+    Absent fields mean what transformers 5.24 takes for them.
+    """
+    fields = {"rope_theta": theirs.pop("rope_theta", default)} | _taken(theirs)
+    theta = fields.pop("rope_theta")
+    kinds = fields.pop("rope_type", None), fields.pop("type", None)
     kind = kinds[0] or kinds[1] or "default"
     kind = "longrope" if kind == "su" else kind  # its name in the first files
     if theta is REQUIRED:
         raise ValueError("it has no rope_theta")
-    for name, value in {"rope_theta": theta, **found}.items():
+    if kind in ("llama3", "yarn", "longrope"):
+        beside = theirs.pop(_ORIGINAL, None)
+        if beside is not None:
+            fields[_ORIGINAL] = positive({_ORIGINAL: beside}, _ORIGINAL)
+        elif fields.get(_ORIGINAL) is None:
+            fields[_ORIGINAL] = positive(theirs, _LENGTH)
+    if kind == "dynamic":  # transformers takes its length from nowhere else
+        fields[_LENGTH] = positive(theirs, _LENGTH)
+    needed, optional = _FIELDS.get(kind, ((), ()))
+    if kind not in _FIELDS:
+        raise ValueError(f"rope_type={kind!r} is not known here: only {', '.join(_FIELDS)}")
+    if lacking := [name for name in needed if name not in fields]:
+        raise ValueError(f"rope_type={kind!r} lacks {lacking[0]}, and no other field tells it")
+    if unknown := [name for name in fields if name not in (*needed, *optional)]:
+        names = ", ".join((*needed, *optional)) or "no more fields"
+        raise ValueError(
+            f"rope_type={kind!r} has {unknown[0]}={fields[unknown[0]]!r}, and may have {names}: "
+            "leave it out"
+        )
+    if kind in ("yarn", "longrope") and fields.get("factor", 0) is None:
+        fields["factor"] = positive(theirs, _LENGTH) / fields[_ORIGINAL]
+    for name, value in {"rope_theta": theta, **fields}.items():
         if name in ("rope_theta", *_LLAMA3):
             check_positive(name, value)
-    if kind == "dynamic":  # whose length transformers takes from nowhere else
-        found[_LENGTH] = positive(theirs, _LENGTH)
-    if kind == "longrope" and set(_LONG[:2]) <= found.keys() <= {*_LONG, "factor"}:
-        return {"rope_theta": theta, "rope_scaling": _long(found, theirs)}
-    if kind == "yarn" and set(_YARN[:2]) <= found.keys() <= {*_YARN, *_MSCALES}:
-        return {"rope_theta": theta, "rope_scaling": _yarn(found)}
-    for scaling, (name, numbers) in _SCALINGS.items():
-        if kind == name and found.keys() == set(numbers):
-            return {"rope_theta": theta, "rope_scaling": scaling(*map(found.get, numbers))}
-    if kind != "default" or found:
-        known = (f"{name!r} with {', '.join(numbers)}" for name, numbers in _SCALINGS.values())
-        raise ValueError(
-            f"rope_type={kind!r} with {', '.join(found) or 'nothing'} is not known here: only "
-            f"'default', {', '.join(known)}"
-        )
-    return {"rope_theta": theta, "rope_scaling": None}
+    scaling = None
+    if kind == "longrope":
+        scaling = _long(fields, theirs)
+    elif kind == "yarn":
+        scaling = _yarn(fields)
+    elif kind != "default":
+        scaling_class = next(x for x, (name, _) in _SCALINGS.items() if name == kind)
+        scaling = scaling_class(*map(fields.get, needed))
+    return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_LENGTH = "max_position_embeddings"
+_ORIGINAL, _LENGTH = _LLAMA3[3], "max_position_embeddings"
 _MSCALES = ("mscale", "mscale_all_dim")
 _YARN = ("factor", _LLAMA3[3], "attention_factor", "beta_fast", "beta_slow", "truncate")
 _YARN += _MSCALES[1:]
@@ -61,17 +79,19 @@ _SCALINGS = {
     DynamicScaling: ("dynamic", ("factor", _LENGTH)),
     LongScaling: ("longrope", _LONG),
 }
+# The fields that a kind needs, and those that it may have.
+_FIELDS = {name: (numbers, ()) for name, numbers in _SCALINGS.values()}
+_FIELDS |= {"default": ((), ()), "yarn": (_YARN[:2], (*_YARN[2:], *_MSCALES))}
+_FIELDS |= {"longrope": (_LONG[:3], (_LONG[3], "factor"))}
 
 
 def _taken(theirs: dict[str, Any]) -> dict[str, Any]:
-    """Takes out the objects that have fields of rotary positions, as one."""
-    found = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        more = theirs.pop(name, None)
-        if more is not None and not isinstance(more, dict):
-            raise ValueError(f"{name}={more!r} is not an object")
-        found |= more or {}
-    return found
+    """Takes out both objects of rotary positions, and returns the one that transformers reads."""
+    objects = {name: theirs.pop(name, None) for name in ("rope_scaling", "rope_parameters")}
+    for name, fields in objects.items():
+        if fields is not None and not isinstance(fields, dict):
+            raise ValueError(f"{name}={fields!r} is not an object")
+    return dict(objects["rope_scaling"] or objects["rope_parameters"] or {})
 
 
 def take_rotated(theirs: dict[str, Any], usual: float) -> float:
@@ -93,10 +113,9 @@ def rotated_part(config: DecoderConfig) -> float:
 
 
 def _long(found: dict[str, Any], theirs: dict[str, Any]) -> LongScaling:
-    whole = positive(theirs, _LENGTH)
-    length = found.get(_LLAMA3[3]) or positive({_LLAMA3[3]: whole} | theirs, _LLAMA3[3])
+    longest, length = positive(theirs, _LENGTH), found[_ORIGINAL]
     if (magnitude := found.get(_LONG[3])) is None:
-        magnitude = _long_magnitude(found.get("factor") or whole / length, length)
+        magnitude = _long_magnitude(found.get("factor") or longest / length, length)
     return scaling_of([found[_LONG[0]], found[_LONG[1]], length, magnitude])
 
 
@@ -148,11 +167,11 @@ def _scaling(config: DecoderConfig | EncoderConfig) -> dict[str, Any] | None:
 
 def read_latent_rope(theirs: dict[str, Any]) -> dict[str, Any]:
     """As :func:`read_rope`, of models whose scores are scaled by ``mscale_all_dim`` too."""
-    given = (theirs.get("rope_scaling") or {}), (theirs.get("rope_parameters") or {})
-    found, fields = read_rope(theirs, 10000.0), given[0] | given[1]
-    if isinstance(scaling := found["rope_scaling"], YarnScaling) and fields.get(_MSCALES[1]):
-        found["rope_scaling"] = scaling._replace(all_dim=float(fields[_MSCALES[1]]))
-    return found
+    fields = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    rope = read_rope(theirs, 10000.0)
+    if isinstance(scaling := rope["rope_scaling"], YarnScaling) and fields.get(_MSCALES[1]):
+        rope["rope_scaling"] = scaling._replace(all_dim=float(fields[_MSCALES[1]]))
+    return rope
 
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -192,19 +211,22 @@ def read_two_ropes(
     What is read of ``theirs`` is taken out. ``found`` is of :func:`read_kinds`, and ``thetas`` has
     the names of older fields, for layers without a window and with one, and their defaults.
     """
-    both = theirs.pop("rope_parameters", None) or {}
-    if not isinstance(both, dict) or not both.keys() <= {_FULL, _SLIDING}:
-        raise ValueError(f"rope_parameters={both!r} is not an object of {_FULL} and {_SLIDING}")
+    ropes = theirs.pop("rope_parameters", None) or {_FULL: {"rope_type": "default"}}
+    if not isinstance(ropes, dict) or not ropes.keys() <= {_FULL, _SLIDING}:
+        raise ValueError(f"rope_parameters={ropes!r} is not an object of {_FULL} and {_SLIDING}")
+    stretched = _taken({"rope_scaling": theirs.pop("rope_scaling", None)})
+    if stretched:  # transformers changes the fields of the newer object by it
+        ropes = ropes | {_FULL: (ropes.get(_FULL) or {}) | stretched}
     length = {_LENGTH: theirs.get(_LENGTH)}
     own, local = (
-        {"rope_theta": theirs.pop(name, theta), "rope_parameters": both.get(kind)} | length
+        {"rope_theta": theirs.pop(name, theta), "rope_parameters": ropes.get(kind)} | length
         for (name, theta), kind in zip(thetas.items(), (_FULL, _SLIDING), strict=True)
     )
-    whole = read_rope(own | {"rope_scaling": theirs.pop("rope_scaling", None)}, REQUIRED)
+    full = read_rope(own, REQUIRED)
     local = read_rope(local, REQUIRED)
     if local["rope_scaling"] is not None:
         raise ValueError(f"rope_parameters scale the positions of {_SLIDING}: not known here")
-    return found | whole | ({"local_rope_theta": local["rope_theta"]} if found["window"] else {})
+    return found | full | ({"local_rope_theta": local["rope_theta"]} if found["window"] else {})
 
 
 def write_two_ropes(config: DecoderConfig | EncoderConfig) -> dict[str, Any]:

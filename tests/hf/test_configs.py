@@ -1,5 +1,6 @@
 """What a ``config.json`` says: published ones, as they are, and what no model can be made of."""
 
+import copy
 import dataclasses
 import json
 
@@ -273,7 +274,7 @@ def test_dynamic_positions_of_another_length_are_refused():
     theirs = {"model_type": "llama"} | models.SIZES
     # Which transformers does not read.
     own = models.DYNAMIC | {"original_max_position_embeddings": 32}
-    with pytest.raises(ValueError, match="with factor, original_max_position_embeddings, max_pos"):
+    with pytest.raises(ValueError, match="embeddings=32, and may have factor, max_pos"):
         family_of(theirs).config(theirs | {"rope_parameters": own})
 
 
@@ -303,7 +304,7 @@ def test_longrope_is_that_of_transformers_at_every_length():
         ({"short_factor": [1.0], "long_factor": [2.0]}, "has 1 numbers for short rows .* 48"),
         ({"long_factor": [0.0] * 48}, "must be two lists of as many positive numbers"),
         ({"long_factor": None}, "must be two lists of as many positive numbers"),
-        ({"original_max_position_embeddings": -1}, "must be a number above 0"),
+        ({"factor": -1}, "must be a number above 0"),
     ],
 )
 def test_longrope_of_other_numbers_is_refused(change, message):
@@ -331,7 +332,7 @@ def test_of_two_names_of_a_rope_type_the_newer_counts():
     theirs["rope_scaling"] = {"type": "yarn", "rope_type": "default"}
     assert family_of(theirs).config(theirs).rope_scaling is None
     theirs["rope_scaling"] = {"type": "yarn"}
-    with pytest.raises(ValueError, match="rope_type='yarn' with nothing is not known here"):
+    with pytest.raises(ValueError, match="rope_type='yarn' lacks factor, and no other field tells"):
         family_of(theirs).config(theirs)
 
 
@@ -355,6 +356,73 @@ def test_yarn_is_that_of_transformers(more):
     found = rotary_frequencies(128, theta=1e3, scaling=config.rope_scaling)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert config.rope_scaling.magnitude == pytest.approx(magnitude)
+
+
+LENGTH = "original_max_position_embeddings"
+SCALED = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LONG = {name: models.LONG[name][:4] for name in ("short_factor", "long_factor")}
+LONG |= {"rope_type": "longrope"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {"rope_scaling": LINEAR, "rope_parameters": LINEAR | {"factor": 4.0}}),
+        ("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 5e5}}),
+        ("llama", {"rope_scaling": {}, "rope_parameters": SCALED | {"rope_theta": 5e5}}),
+        ("llama", {"rope_scaling": SCALED}),
+        ("llama", {"rope_parameters": SCALED | {LENGTH: 32}, LENGTH: 16}),
+        ("llama", {"rope_scaling": SCALED | {"factor": None, LENGTH: 32}}),
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("llama", {"rope_parameters": LLAMA3 | {LENGTH: 32}, LENGTH: 16, "rope_theta": 1e3}),
+        ("llama", {"rope_parameters": LONG, LENGTH: 16}),
+        ("phi3", {"rope_parameters": LONG | {LENGTH: 16}}),
+        ("phi3", {"rope_parameters": LONG, LENGTH: 16}),
+        ("qwen3_moe", {"rope_scaling": SCALED, "rope_theta": 1e6, "num_experts": 9}),
+        ("gpt_oss", {"rope_scaling": None}),
+        ("gpt_oss", {"rope_scaling": LINEAR, "rope_parameters": SCALED}),
+        ("deepseek_v3", {"rope_scaling": LINEAR, "rope_parameters": SCALED}),
+        ("gemma3_text", {"rope_scaling": LINEAR, "rope_theta": 5e5}),
+        ("gemma3_text", {"rope_parameters": {"full_attention": SCALED}}),
+    ],
+)
+def test_positions_are_those_that_transformers_reads(kind, fields):
+    library, sizes = models.transformers(), models.SIZES
+    usual = {
+        "gpt_oss": models.GPT_OSS,
+        "deepseek_v3": models.DEEPSEEK,
+        "gemma3_text": models.GEMMA3,
+    }
+    config_json = {"rope_parameters": None} | copy.deepcopy(usual.get(kind, sizes) | fields)
+    read = library.AutoConfig.for_model(kind, **copy.deepcopy(config_json))
+    nested = {"layer_type": "full_attention"} if kind == "gemma3_text" else {}
+    positions = read.rope_parameters.get("full_attention", read.rope_parameters)
+    config = family_of({"model_type": kind}).config({"model_type": kind} | config_json)
+    expected, magnitude = library.modeling_rope_utils.ROPE_INIT_FUNCTIONS[positions["rope_type"]](
+        read, seq_len=40, **nested
+    )
+    frequencies = rotary_frequencies(
+        2 * len(expected), theta=config.rope_theta, scaling=config.rope_scaling, row=40
+    )
+    np.testing.assert_allclose(frequencies, expected, rtol=2e-6)
+    assert getattr(config.rope_scaling, "magnitude", 1) == pytest.approx(magnitude)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor=None must be"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "'llama3' lacks factor, and no other"),
+        ({"rope_scaling": SCALED | {"scale": 2}}, "'yarn' has scale=2, and may have factor, orig"),
+        ({"rope_scaling": {"type": "ntk"}}, "rope_type='ntk' is not known here: only llama3, lin"),
+    ],
+)
+def test_other_positions_are_refused_by_the_field(fields, message):
+    config_json = {"model_type": "llama"} | models.SIZES | fields
+    with pytest.raises(ValueError, match=message):
+        family_of(config_json).config(config_json)
 
 
 @pytest.mark.parametrize("layers", [2, 7, 12])
