@@ -108,7 +108,8 @@ def open_model(
             params = Quantize(quantize).params(params, jax.random.key(0))
             params = jax.device_put(params, shardings(params))
     else:
-        params = Quantize(quantize).params(hf.open_weights(folder))
+        group = hf.group_of(folder, quantize) if quantize else None
+        params = Quantize(quantize, group).params(hf.open_weights(folder))
         params = hf.load(params, shardings(params))
         tokenizer = None if form == "vit" else SubwordTokenizer.load(folder)
     if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:

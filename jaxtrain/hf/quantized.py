@@ -20,6 +20,8 @@ from jaxtrain.hf.block_floats import Fp8Blocks, Mxfp4Blocks
 from jaxtrain.ops.packed import NF4, Kind, Packed
 
 _STATE = ".quant_state.bitsandbytes__nf4"
+# The inputs that may share a scale in bitsandbytes.
+NF4_GROUPS = tuple(2**n for n in range(5, 13))
 # The places in which AWQ's kernel wants the columns of a word.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _BITS = {"gptq": (2, 3, 4, 8), "awq": (4,), "compressed-tensors": range(1, 9)}
@@ -68,6 +70,7 @@ def read_format(theirs: Mapping[str, Any]) -> Format | None:
 
     if not theirs:
         return None
+    _check_objects(quantization_config=theirs)
     old = "bitsandbytes" if "bnb_4bit_quant_type" in theirs else None
     method = known("quant_method", theirs.get("quant_method", old), *_NAMES)
     if method == "bitsandbytes":
@@ -86,10 +89,15 @@ def read_format(theirs: Mapping[str, Any]) -> Format | None:
         return Format(method, block=tuple(block))
     if method == "compressed-tensors":
         known("format", theirs.get("format"), "pack-quantized", "int-quantized", "naive-quantized")
-        schemes = list(theirs.get("config_groups", {}).values())
+        in_words = theirs["format"] == "pack-quantized" and not _in_a_stream(theirs.get("version"))
+        writer, groups = theirs.get("version"), theirs.get("config_groups") or {}
+        _check_objects(config_groups=groups)
+        schemes = list(groups.values())
         known("the number of config_groups", len(schemes), 1)
+        _check_objects(config_group=schemes[0])
         known("input_activations", schemes[0].get("input_activations"), None)
         theirs = schemes[0].get("weights") or {}
+        _check_objects(weights=theirs)
         known("type", theirs.get("type", "int"), "int")
     if method == "awq":
         known("version", str(theirs.get("version", "gemm")).lower(), "gemm")
@@ -97,7 +105,34 @@ def read_format(theirs: Mapping[str, Any]) -> Format | None:
     first = method == "gptq" and known("checkpoint_format", version, "gptq", "gptq_v2") == "gptq"
     name = "num_bits" if method == "compressed-tensors" else "bits"
     bits = known(name, theirs.get(name), *_BITS[method])
-    return Format(method, bits, max(theirs.get("group_size") or 0, 0) or None, first)
+    if method == "compressed-tensors" and in_words and 32 % bits:
+        raise ValueError(
+            f"quantization_config has version={writer!r} and {bits} bits: before 0.18 "
+            "compressed-tensors packed them in another way, which is not read; save the model "
+            "again with a newer version"
+        )
+    group = theirs.get("group_size") or 0
+    if type(group) is not int:
+        raise ValueError(f"quantization_config has group_size={group!r}: it must be a whole number")
+    return Format(method, bits, max(group, 0) or None, first)
+
+
+def _check_objects(**fields: Any) -> None:
+    for name, value in fields.items():
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is {value!r}, which is no JSON object: correct config.json")
+
+
+def _in_a_stream(version: Any) -> bool:
+    """Returns True for versions of compressed-tensors that pack codes across words."""
+    numbers = re.match(r"(\d+)\.(\d+)", str(version))
+    return numbers is not None and tuple(map(int, numbers.groups())) >= (0, 18)
+
+
+def nf4_group(tensors: Mapping[str, Any]) -> int | None:
+    """Returns how many inputs share a scale in the tensors of a folder of bitsandbytes."""
+    states = (x for name, x in tensors.items() if name.endswith(_STATE))
+    return next((json.loads(_bytes(x).tobytes())["blocksize"] for x in states), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -246,7 +281,7 @@ def encoded(kernel: Packed, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]
       dtype: of scales in compressed-tensors, which has to hold them.
 
     Raises:
-      ValueError: it does not hold them.
+      ValueError: it does not hold them, or bitsandbytes has no such groups.
     """
     D, F = kernel.shape
     scale_FG = np.ascontiguousarray(kernel.scale.view(np.float32).T)
@@ -255,7 +290,13 @@ def encoded(kernel: Packed, dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]
         codes_DF = np.stack([codes_DF >> 4, codes_DF & 15], axis=1).reshape(D, F)
     codes_FD = np.ascontiguousarray(codes_DF.T)
     if kernel.kind == "nf4":
-        state = {"quant_type": "nf4", "blocksize": D // scale_FG.shape[1], "dtype": "float32"}
+        group = D // scale_FG.shape[1]
+        if group not in NF4_GROUPS:
+            raise ValueError(
+                f"nf4 in groups of {group} inputs is not read by bitsandbytes: pack it with a "
+                f"`group` of {', '.join(map(str, NF4_GROUPS))}"
+            )
+        state = {"quant_type": "nf4", "blocksize": group, "dtype": "float32"}
         yield ".weight", (codes_FD[:, ::2] << 4 | codes_FD[:, 1::2]).reshape(-1, 1)
         yield ".weight.absmax", scale_FG.reshape(-1)
         yield ".weight.quant_map", NF4

@@ -20,7 +20,7 @@ from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import safetensors
 from jaxtrain.hf.families import family_for, family_of
 from jaxtrain.hf.family import Family, ModelConfig
-from jaxtrain.hf.quantized import config_of, dequantized, encoded, read_format
+from jaxtrain.hf.quantized import config_of, dequantized, encoded, nf4_group, read_format
 from jaxtrain.hf.table import Row, Weight, assemble, by_tensor
 from jaxtrain.host.paths import as_path, exists, is_file, json_text, listed, read_json
 from jaxtrain.models.config import head_of
@@ -54,8 +54,11 @@ def family_name(folder: str | Path) -> str:
 def group_of(folder: str | Path, kind: Kind) -> int | None:
     """Returns how many inputs share a scale in a folder of codes as those of ``kind``; None where
     all do, or where its codes are others."""
-    format = read_format(read_json(as_path(folder) / "config.json").get("quantization_config"))
-    return format.group if format is not None and kind == f"int{format.bits}" else None
+    folder = as_path(folder)
+    format = read_format(read_json(folder / "config.json").get("quantization_config"))
+    if format is None or format.method != "bitsandbytes":
+        return format.group if format is not None and kind == f"int{format.bits}" else None
+    return nf4_group(safetensors.tensors_in(folder)) if kind.startswith("nf4") else None
 
 
 def special_tokens(folder: str | Path) -> dict[str, Any]:
@@ -340,9 +343,12 @@ def _coded(
     """The parts of a tensor that is quantized, with the scales of what is packed so already."""
     kernel_DF = np.ascontiguousarray(value if of[0].axes is None else value.T)
     own, scale = [leaves[row.ours] for row in of], None
-    if kind != "nf4" and all(isinstance(x, Packed) and x.kind == kind for x in own):
-        scale = np.concatenate([np.asarray(x.scale[at]).view(np.float32) for x in own], axis=-1)
-        group = len(kernel_DF) // len(scale)
+    kinds = ("nf4", "nf4-double") if kind == "nf4" else (kind,)
+    if all(isinstance(x, Packed) and x.kind in kinds for x in own):
+        group = len(kernel_DF) // own[0].scale.shape[-2]
+        if kind != "nf4":  # of nf4 the largest number of a group tells the scale
+            parts = [np.asarray(x.scale[at]).view(np.float32) for x in own]
+            scale = np.concatenate(parts, axis=-1)
     try:
         return dict(encoded(pack(kernel_DF, kind, group, scale=scale), dtype))
     except ValueError as error:

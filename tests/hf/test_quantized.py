@@ -196,6 +196,30 @@ def test_a_format_is_read_as_it_is_defined(name, tmp_path):
                 )
 
 
+IN_WORDS = {"quant_method": "compressed-tensors", "format": "pack-quantized", "version": "0.17.1"}
+IN_WORDS |= {"config_groups": {"a": {"weights": {"num_bits": 3, "group_size": 32}}}}
+
+
+def test_codes_across_words_are_those_of_newer_versions():
+    assert quantized.read_format(IN_WORDS | {"version": "0.18.0"}).bits == 3
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-double"])
+def test_nf4_keeps_its_groups(kind, tmp_path):
+    params = drawn(MODEL)
+    packed = Quantize(kind, 32).params(params, jax.random.key(0))
+    hf.save(tmp_path / "a", MODEL, packed, family="llama", quantize="nf4")
+    read, expected = (
+        named_leaves(hf.load(hf.open_weights(tmp_path / "a"))),
+        named_leaves(merge(packed)),
+    )
+    for name in expected:
+        np.testing.assert_array_equal(read[name], expected[name])
+    assert hf.group_of(tmp_path / "a", "nf4") == 32
+    with pytest.raises(ValueError, match=r"nf4 in groups of 16 inputs is not read by bitsandbytes"):
+        hf.save(tmp_path / "b", MODEL, params, family="llama", quantize="nf4", group=16)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -205,6 +229,10 @@ def test_a_format_is_read_as_it_is_defined(name, tmp_path):
         ({"quant_method": "gptq", "bits": 5}, "bits=5, which is not read: only 2, 3, 4, 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv', which is not"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "format='float-quan"),
+        (3, "quantization_config is 3, which is no JSON object"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "32"}, "group_size='32': it must be"),
+        (IN_WORDS | {"config_groups": [1]}, r"config_groups is \[1\], which is no JSON object"),
+        (IN_WORDS, "version='0.17.1' and 3 bits: before 0.18 compressed-tensors packed them in"),
     ],
 )
 def test_other_formats_are_refused_by_name(how, message, tmp_path):
