@@ -16,7 +16,7 @@ import numpy as np
 from jaxtrain.data.chat import TEMPLATE, TOKENIZER_CONFIG
 from jaxtrain.data.tokenizers import EOD, ByteTokenizer, byte_alphabet
 from jaxtrain.hf.families import family_for
-from jaxtrain.hf.weights import check_new, written
+from jaxtrain.hf.weights import QWEN_WORDS, check_new, written
 from jaxtrain.host import extras
 from jaxtrain.models.config import windows_of
 from jaxtrain.models.decoder import DecoderConfig
@@ -33,11 +33,7 @@ WINDOWS = {"gemma2": 2, "gemma3": 6}
 OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 # llama.cpp's names of pre-tokenizers by their regexes, and the steps of a tokenizer.json that its
 # byte-level tokenizers are equal to, by their names.
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}| ?[^\s\p{{L}}\p{{N}}]+"
-    r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPLITS = {_WORDS.format("{1,3}"): "llama-bpe", _WORDS.format(""): "qwen2"}
+SPLITS = {QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe", QWEN_WORDS: "qwen2"}
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
 _BYTE_WORDS = _BYTES | {"use_regex": True}
 _SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}

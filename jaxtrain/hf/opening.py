@@ -14,6 +14,7 @@ from jaxtrain import hf
 from jaxtrain.data import SubwordTokenizer, Tokenizer
 from jaxtrain.finetune.quantize import Quantize
 from jaxtrain.hf import hub
+from jaxtrain.hf.weights import check_token_ids
 from jaxtrain.host import quiet
 from jaxtrain.host.paths import as_path, exists, read_json
 from jaxtrain.host.simulated import simulate_devices
@@ -180,6 +181,9 @@ def ends_of(folder: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     config."""
     beside = trained.beside(folder).get(trained.GENERATION)
     config = fields_of(folder) if beside is None else json.loads(beside)
-    named = config.get("eos_token_id") if isinstance(config, dict) else None
-    named = named if isinstance(named, list) else [named]
-    return (tokenizer.eod, *sorted({x for x in named if type(x) is int} - {tokenizer.eod}))
+    config = config if isinstance(config, dict) else {}
+    check_token_ids(config, as_path(folder) / trained.GENERATION)
+    ids = config.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    ends = {x for x in ids if type(x) is int and x >= 0}  # files say -1 for none
+    return (tokenizer.eod, *sorted(ends - {tokenizer.eod}))

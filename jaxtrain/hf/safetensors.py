@@ -9,7 +9,9 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,8 @@ def write(
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
+    if not is_remote(path) and not stat.S_ISREG(os.stat(path).st_mode):  # reading may never end
+        raise ValueError(f"'{path}' is a pipe or a device: give a regular file")
     _cache_of.cache_clear()  # a file may have been written again since
     size = look(path).size
     length = int.from_bytes(_read(path, 0, min(8, size)), "little")

@@ -6,8 +6,10 @@ Reading opens files and copies nothing: parameters are :class:`~jaxtrain.hf.tabl
 
 import dataclasses
 import functools
+import json
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,11 @@ from jaxtrain.optim.balance import SHARES
 from jaxtrain.tree import PyTree, is_a, map_named, named_leaves
 
 SHARD_BYTES = 5 * 10**9
+# The regex by which Qwen's tokenizers split texts.
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+"
+    r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PREPROCESSOR = "preprocessor_config.json"
 SPECIAL_TOKENS = tuple(f"{name}_token_id" for name in ("bos", "eos", "pad", "cls", "sep", "mask"))
 
@@ -65,6 +72,15 @@ def special_tokens(folder: str | Path) -> dict[str, Any]:
     """Returns what a folder's config.json says of tokens that begin, end and pad a text."""
     theirs = read_json(as_path(folder) / "config.json")
     return {name: theirs[name] for name in SPECIAL_TOKENS if name in theirs}
+
+
+def check_token_ids(fields: Mapping[str, Any], path: Any) -> None:
+    """Raises ValueError where a field of special tokens has an id beyond int32, as of token ids."""
+    for name in SPECIAL_TOKENS:
+        ids = fields.get(name)
+        for id in ids if isinstance(ids, list) else [ids]:
+            if type(id) is int and not -(2**31) <= id < 2**31:
+                raise ValueError(f"'{path}' has {name} {id}: no token has such an id; correct it")
 
 
 def pixels(folder: str | Path) -> dict[str, Any] | None:
@@ -324,6 +340,27 @@ def save(
             group = group or 64
         theirs["quantization_config"] = config_of(quantize, group, skipped)
     (folder / "config.json").write_text(json_text(theirs))
+    text = (files or {}).get("tokenizer.json")
+    if chosen.name == "qwen2" and text is not None and not _as_qwen(json.loads(text)):
+        warnings.warn(
+            "AutoTokenizer of transformers opens the tokenizer of every qwen2 model as Qwen's, "
+            f"which cuts texts otherwise than this tokenizer.json: open '{folder}' with "
+            "PreTrainedTokenizerFast",
+            stacklevel=2,
+        )
+
+
+def _as_qwen(tokenizer: Mapping[str, Any]) -> bool:
+    """Returns True where Qwen2Tokenizer, which reads tokens and merges alone, cuts texts alike."""
+    model = tokenizer.get("model", {})
+    types, steps = (
+        ["Split", "ByteLevel"],
+        (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers"),
+    )
+    alike = model.get("type") == "BPE" and not model.get("ignore_merges")
+    alike &= [step["type"] for step in steps or ()] == types
+    alike &= (tokenizer.get("normalizer") or {"type": "NFC"})["type"] == "NFC"
+    return alike and steps[0]["pattern"] == {"Regex": QWEN_WORDS}
 
 
 def _part_name(name: str, end: str) -> str:
@@ -454,6 +491,7 @@ def read_model(folder: str | Path) -> tuple[Family, ModelConfig]:
     if not is_file(path):
         raise FileNotFoundError(f"there is no config.json in '{folder}'")
     theirs = read_json(path)
+    check_token_ids(theirs, path)
     try:
         read_format(theirs.pop("quantization_config", None))
         family = family_of(theirs)

@@ -17,6 +17,7 @@ from jax import export
 from jaxtrain import data, hf
 from jaxtrain.hf import gguf_file, onnx_file, stablehlo
 from jaxtrain.hf.families import FAMILIES
+from jaxtrain.hf.weights import QWEN_WORDS
 from jaxtrain.models import convnet, decoder, encoder, encoder_decoder, vit
 from jaxtrain.ops.rotary import DynamicScaling, Llama3Scaling
 from jaxtrain.run.checkpoints.checkpointer import Checkpointer
@@ -317,6 +318,27 @@ def test_a_gguf_file_has_the_tokenizer(kind, tmp_path):
     read = pytest.importorskip("gguf").GGUFReader(folder / "model.gguf").fields
     assert len(read["tokenizer.ggml.tokens"].data) == 330
     assert read["tokenizer.ggml.add_bos_token"].contents() == (kind == "llama")
+
+
+def test_a_tokenizer_that_is_not_qwens_is_said_to_need_its_class(tmp_path, recwarn):
+    config = dataclasses.replace(GGUF["qwen2"], vocab_size=300)
+    save = lambda name, text: hf.save(  # noqa: E731
+        tmp_path / name,
+        config,
+        drawn(decoder, config),
+        family="qwen2",
+        files={"tokenizer.json": text},
+    )
+    state = json.loads(with_split(byte_level().to_json(), QWEN_WORDS))
+    save("qwen", json.dumps(state))
+    assert not recwarn
+    with pytest.warns(UserWarning, match="opens the tokenizer of every qwen2 model as Qwen's"):
+        save("bytes", byte_level().to_json())
+    library = models.transformers()
+    for name, alike in (("qwen", True), ("bytes", False)):
+        tokenizer = library.AutoTokenizer.from_pretrained(tmp_path / name)
+        plain = library.PreTrainedTokenizerFast.from_pretrained(tmp_path / name)
+        assert (tokenizer.encode(TEXTS[1]) == plain.encode(TEXTS[1])) == alike
 
 
 METASPACE = {

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import types
 
 import jax
@@ -12,9 +13,10 @@ import optax
 import pytest
 
 import jaxtrain as jt
-from jaxtrain import hf
+from jaxtrain import data, hf
 from jaxtrain.hf import safetensors, weights
 from jaxtrain.hf.families import FAMILIES, family_for
+from jaxtrain.hf.opening import ends_of
 from jaxtrain.hf.table import REQUIRED, assemble
 from jaxtrain.host.paths import read_json
 from jaxtrain.models import decoder
@@ -304,9 +306,9 @@ NORM = "model.layers.0.input_layernorm.weight"
         ({"hidden_act": "relu"}, {}, "hidden_act='relu' is not known here: only silu"),
         ({"hidden_size": "absent"}, {}, "it has no hidden_size, which LlamaForCausalLM needs"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            {"rope_scaling": {"type": "yarn"}},
             {},
-            "rope_type='yarn' with factor is",
+            "rope_type='yarn' lacks factor",
         ),
         ({"hidden_size": -1}, {}, "width=-1 must be a whole number"),
         (
@@ -393,6 +395,22 @@ def test_files_that_are_not_what_they_seem_are_refused(tmp_path):
         hf.save(folder, decoder.PRESETS["gpt2-124m"](), {})
     with pytest.raises(ValueError, match=r"'a' has shape \[3\], and the config says None"):
         hf.save(tmp_path / "new", decoder.PRESETS["gpt2-124m"](), {"a": np.zeros(3)})
+
+
+def test_a_pipe_and_a_token_beyond_int32_are_refused(tmp_path):
+    folder = edited(tmp_path / "model", fields={"eos_token_id": [1, 2**31]})
+    with pytest.raises(ValueError, match=r"config.json' has eos_token_id 2147483648: no token has"):
+        hf.read_config(folder)
+    folder = edited(tmp_path / "other", fields={"eos_token_id": -1})
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2**40}))
+    with pytest.raises(ValueError, match=r"generation_config.json' has eos_token_id 1099511627776"):
+        ends_of(str(folder), data.ByteTokenizer())
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 7]}))
+    assert ends_of(str(folder), data.ByteTokenizer()) == (256, 7)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors' is a pipe or a device: give a regul"):
+        hf.open_weights(folder)
 
 
 def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path):
