@@ -353,12 +353,9 @@ def save(
 def _as_qwen(tokenizer: Mapping[str, Any]) -> bool:
     """Returns True where Qwen2Tokenizer, which reads tokens and merges alone, cuts texts alike."""
     model = tokenizer.get("model", {})
-    types, steps = (
-        ["Split", "ByteLevel"],
-        (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers"),
-    )
+    steps = (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers") or []
     alike = model.get("type") == "BPE" and not model.get("ignore_merges")
-    alike &= [step["type"] for step in steps or ()] == types
+    alike &= [step["type"] for step in steps] == ["Split", "ByteLevel"]
     alike &= (tokenizer.get("normalizer") or {"type": "NFC"})["type"] == "NFC"
     return alike and steps[0]["pattern"] == {"Regex": QWEN_WORDS}
 
