@@ -52,7 +52,7 @@ _OF_DATASET = ("dataset_info.json", "state.json")
 _NOT_DATASET = ("cache-", "indices-", "tmp")
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 _PARQUET_BATCH_ROWS = 1024
-_LINE_BYTES = 1 << 30
+_LINE_BYTES, _BUFFER_BYTES = 1 << 30, 1 << 20
 _ARROW_FILE = b"ARROW1"
 _NEEDS = "reading Parquet, Arrow and zst files needs pyarrow"
 _pyarrow = functools.partial(extras.load, _NEEDS, "text", "pyarrow.parquet")
@@ -579,7 +579,7 @@ def _spans(path: Path, num_bytes: int) -> list[Span]:
         return _spans_of_row_groups(path, num_bytes)
     spans, start, lines = [], 0, 0
     if name.endswith(".jsonl"):
-        with path.open("rb") as file:
+        with _open_lines(path, 0) as file:
             while block := file.read(num_bytes):
                 block += next(_lines(file, path), b"")
                 spans.append(Span(start, start + len(block), lines))
@@ -642,6 +642,8 @@ def _open_lines(path: Path, start: int) -> Iterator[BinaryIO]:
                 file = gzip.GzipFile(fileobj=file)
             elif path.name.lower().endswith(".zst"):
                 file = io.BufferedReader(_pyarrow().CompressedInputStream(file, "zstd"))
+            else:  # Files in a bucket have no `readline` of a size.
+                file = io.BufferedReader(file, _BUFFER_BYTES)
             if start:
                 file.seek(start)
             yield file
@@ -700,35 +702,42 @@ def _of_conversations(names: Iterable[str]) -> str:
     )
 
 
-def _value_of(value: Any, kind: Any) -> Any:
-    """Returns a value of a column, by its Arrow type: JSON is read, and an object is without the
-    None of fields that only other rows of its table have. A message of calls alone says nothing, so
-    its `content` is None in truth."""
-    if value is None:
-        return None
+def _reader_of(kind: Any) -> Callable[[Any], Any] | None:
+    """Returns a function that reads a value of an Arrow type as JSON lines would have it; None if
+    every value stays as it is.
+
+    JSON is read, and an object loses the None of fields that only other rows of its table have. A
+    message of calls alone says nothing, so its `content` is None in truth.
+    """
     if getattr(kind, "extension_name", "") == "arrow.json":
-        return json.loads(value)
+        return json.loads
     kind = getattr(kind, "storage_type", kind)
-    if isinstance(value, dict):
-        return {
-            field.name: _value_of(value[field.name], field.type)
-            for field in kind
-            if value[field.name] is not None or (field.name == "content" and "role" in value)
+    if _pyarrow().types.is_struct(kind):
+        readers = {field.name: _reader_of(field.type) for field in kind}
+        return lambda fields: {
+            name: _read_by(readers[name], value)
+            for name, value in fields.items()
+            if value is not None or (name == "content" and "role" in fields)
         }
-    if isinstance(value, list) and hasattr(kind, "value_field"):
-        return [_value_of(item, kind.value_type) for item in value]
-    if isinstance(value, list) and hasattr(kind, "item_type"):  # entries of a map
-        return [(name, _value_of(item, kind.item_type)) for name, item in value]
-    return value
+    if hasattr(kind, "value_field") and (reader := _reader_of(kind.value_type)):
+        return lambda items: [_read_by(reader, item) for item in items]
+    if hasattr(kind, "item_field") and (reader := _reader_of(kind.item_type)):  # a map
+        return lambda entries: [(name, _read_by(reader, item)) for name, item in entries]
+    return None
+
+
+def _read_by(reader: Callable[[Any], Any] | None, value: Any) -> Any:
+    return value if value is None or reader is None else reader(value)
 
 
 def _rows_in(batch: Any) -> list[dict[str, Any]]:
     """Returns the rows of a batch of columns."""
-    kinds = {field.name: field.type for field in batch.schema}
-    return [
-        {name: _value_of(value, kinds[name]) for name, value in row.items()}
-        for row in batch.to_pylist()
-    ]
+    readers = {field.name: _reader_of(field.type) for field in batch.schema}
+    rows = batch.to_pylist()
+    for name in filter(readers.get, readers):
+        for row in rows:
+            row[name] = _read_by(readers[name], row[name])
+    return rows
 
 
 def _column_batches(
