@@ -364,7 +364,7 @@ def tokenizer_of_stores(spec: DataSpec, given: str = "bytes") -> Tokenizer | Non
         found = own
     if found is None or given == "bytes":  # which is what is said where nothing is
         return found
-    if trained_kind(given) or SubwordTokenizer.load(given).fingerprint != found.fingerprint:
+    if trained_kind(given) or _load_ending(given, found).fingerprint != found.fingerprint:
         raise ValueError(
             f"the token stores were made with another tokenizer than '{given}': leave `tokenizer` "
             "out, or give theirs where a run begins with a model"
@@ -408,12 +408,23 @@ def open_tokenizer(
     """Makes, loads or trains (on the split) a tokenizer; arguments as for `open_data`."""
     if name == "bytes":
         return ByteTokenizer()
+    begun = None if kept is None else SubwordTokenizer.load(kept)
     if (trained := trained_kind(name)) is None:
-        return SubwordTokenizer.load(name)
-    if kept is not None:
-        return SubwordTokenizer.load(kept)
+        return _load_ending(name, begun)
+    if begun is not None:
+        return begun
     kind, size = trained
     return SubwordTokenizer.train(first_texts(split.train, TRAIN_BYTES), size, kind=kind)
+
+
+def _load_ending(name: str, begun: Tokenizer | None) -> SubwordTokenizer:
+    """Loads a tokenizer with the end of documents that a run or a store began with, because its
+    files may since name another, or name one at all."""
+    tokenizer = SubwordTokenizer.load(name)
+    end = getattr(begun, "eod_token", None)
+    if end in tokenizer.vocabulary and end != tokenizer.eod_token:
+        return SubwordTokenizer.load(name, eod=end)
+    return tokenizer
 
 
 def first_texts(documents: Iterable[sources.Document], limit: int) -> Iterator[bytes]:

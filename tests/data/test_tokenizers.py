@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain import cli
+from jaxtrain import cli, data
 from jaxtrain.data import (
     EOD,
     ByteTokenizer,
@@ -236,16 +236,39 @@ ENDS = ["<|im_end|>", "<|endoftext|>", "</s>", "<end>", "[SEP]"]
     ],
 )
 def test_the_end_is_the_token_that_the_folder_names(files, end, tmp_path):
+    save_with_ends(tmp_path)
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert SubwordTokenizer.load(tmp_path).eod == ENDS.index(end)
+
+
+def save_with_ends(folder):
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate([*ENDS, *letters])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens(ENDS)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    for name, content in files.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    assert SubwordTokenizer.load(tmp_path).eod == ENDS.index(end)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_runs_and_stores_keep_the_end_that_they_began_with(tmp_path):
+    """They were begun before the tokenizer's folder named an end, or named it to anybody."""
+    model, run, texts = (tmp_path / name for name in ("model", "run", "texts"))
+    for folder in (model, run, texts):
+        folder.mkdir()
+    save_with_ends(model)
+    begun = data.open_tokenizer(str(model))
+    (texts / "a.txt").write_text("a\n" * 40)
+    data.write_store(data.text_folder(texts / "a.txt"), begun, tmp_path / "store")
+    begun.save(run / "tokenizer.json")
+    record = {"provenance": {"vocabulary": begun.fingerprint}}
+    (run / "config.json").write_text(json.dumps(record))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    resumed = data.open_tokenizer(str(model), kept=run / "tokenizer.json")
+    of_store = data.tokenizer_of_stores(data.parse_data(str(tmp_path / "store")), str(model))
+    assert resumed.fingerprint == of_store.fingerprint == begun.fingerprint
+    assert data.open_tokenizer(str(model)).eod_token == "<|im_end|>"
 
 
 def test_a_folder_that_names_no_end_is_one_sentence(tmp_path):
