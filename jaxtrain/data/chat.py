@@ -53,6 +53,8 @@ _ASKING = ("user", "system", "developer")
 # Fields of messages, and fields of objects for the template; both may be JSON as text.
 _TALK, _OBJECTS = ("messages", "prompt", "completion", "chosen", "rejected"), ("tools", "documents")
 FIELDS = (*_TALK, "label", *_OBJECTS)
+# A message has one of these beside its role.
+_SAID = {"content", "tool_calls"}
 # Text that begins as an object, or as messages.
 _OBJECT_TEXT = re.compile(r"\s*\[?\s*\{")
 _MESSAGES_TEXT = re.compile(r"\s*\[\s*\{\s*[\"'](role|content)[\"']\s*:")
@@ -60,8 +62,12 @@ _MESSAGES_TEXT = re.compile(r"\s*\[\s*\{\s*[\"'](role|content)[\"']\s*:")
 # stands inside of a text that spells a special token.
 _BEGIN, _END, _INSIDE = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = re.compile(f"[{_BEGIN}{_END}{_INSIDE}]")
-SECONDS, _MOST_LETTERS = 10.0, 1 << 28  # of one rendering
-_clock = threading.local()  # until when the rendering of a thread may take
+# Processor time that one rendering may take: a machine that is busy fails no conversation.
+SECONDS = 10.0
+_clock = threading.local()  # `end` of the rendering in each thread
+# A number of bits or of items, beyond which one operation of a template may take long.
+_HUGE = 1 << 22
+_HUGE_WIDTH = re.compile(r"%(\(.*?\))?[^%a-zA-Z]*(\d{8}|\*)")
 
 
 class _JsonText(str):
@@ -140,7 +146,7 @@ class ChatTemplate:
             answer is a good one), or `chosen` and `rejected` with or without a `prompt`. Each is a
             list of messages, or JSON text of one, or another string: what the user says in
             `prompt`, else the assistant. `tools` and `documents`, lists of objects or JSON text of
-            one, go to the template.
+            one, go to a template that names them.
           where: names the record in errors.
           field: of a record that has several of `messages`, `completion` and `chosen`, which;
             `completion` reads no label.
@@ -151,7 +157,9 @@ class ChatTemplate:
             what was rendered before it.
         """
         rendered = []
-        objects = {name: _objects(record.get(name), name, where) for name in _OBJECTS}
+        # Another template does not read them, whatever a data set calls by these names.
+        names = [name for name in _OBJECTS if name in self.text]
+        objects = {name: _objects(record.get(name), name, where) for name in names}
         for messages in _messages_of(record, where, field):
             try:
                 variables = self._harmless(objects)
@@ -176,12 +184,9 @@ class ChatTemplate:
     def _marked(self, messages: Messages, prompt: bool, more: Mapping[str, Any]) -> str:
         program, _ = _compiled(self.text)
         variables = {"tools": None, "documents": None} | more | dict(self.tokens)
-        _clock.end = time.monotonic() + SECONDS
+        _clock.end = time.thread_time() + SECONDS
         try:
-            text = program.render(messages=messages, add_generation_prompt=prompt, **variables)
-            if len(text) > _MOST_LETTERS:
-                raise ValueError(f"it writes {len(text):,} letters")
-            return text
+            return program.render(messages=messages, add_generation_prompt=prompt, **variables)
         # A template can fail in any way that Python can.
         except Exception as error:
             raise ValueError(f"the chat template fails ({error})") from None
@@ -348,19 +353,19 @@ def _cut(document: Any) -> Iterator[bytes]:
     yield document.text[done:]
 
 
-def _from_json(text: str) -> Any:
-    """Returns the value of a JSON text; None for other text."""
+def _from_json(value: Any) -> Any:
+    """Returns the value of a JSON text; None for another text, and anything else as it is."""
     try:
-        return json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return None
 
 
 def _objects(value: Any, name: str, where: str) -> Any:
     """Returns a list of objects that may be JSON text, as a whole or object by object."""
-    objects = _from_json(value) if isinstance(value, str) else value
+    objects = _from_json(value)
     if isinstance(objects, list):
-        objects = [_from_json(item) if isinstance(item, str) else item for item in objects]
+        objects = [*map(_from_json, objects)]
     empty = not value or value == "null"
     if not empty and not (isinstance(objects, list) and all(type(x) is dict for x in objects)):
         raise ValueError(
@@ -380,16 +385,19 @@ def _decoded(value: Any, name: str, where: str) -> Any:
     """Returns the messages of a field that may hold them as JSON text; another text as it is."""
     if isinstance(value, str):
         messages = _from_json(value)
-        if messages and _are_messages(messages):
+        # Other objects that have a role, such as {"role": "CEO"}, are an answer.
+        if messages and _are_messages(messages) and all(_SAID & x.keys() for x in messages):
             value = messages
-        # Any other text is an answer. Nobody means to train on the letters of messages.
-        elif (_OBJECT_TEXT if name == "messages" else _MESSAGES_TEXT).match(value):
+        # Nobody means to train on the letters of messages that are cut off, or printed by Python.
+        elif (messages is None and _MESSAGES_TEXT.match(value)) or (
+            name == "messages" and _OBJECT_TEXT.match(value)
+        ):
             raise ValueError(
                 f"{where} has a field '{name}' that begins as messages and is no JSON of such: "
                 "write a list of messages, each with a role"
             )
     elif isinstance(value, list):
-        value = [_from_json(item) if isinstance(item, str) else item for item in value]
+        value = [*map(_from_json, value)]
     if not _are_messages(value):
         return value
     calls = "tool_calls"
@@ -532,22 +540,22 @@ def _beginnings(special: str) -> tuple[frozenset[str], int]:
 
 def _tick() -> None:
     """Ends a template that takes too long; every turn of a loop and every macro begins with it."""
-    if time.monotonic() > _clock.end:
+    if time.thread_time() > _clock.end:
         raise ValueError(f"it has not ended in {SECONDS:g} s")
 
 
 def _check_operands(operator: str, first: Any, second: Any) -> None:
-    """Raises ValueError for one operation that takes long, within which nothing can look at a
-    clock: powers, products and widths of formats that are huge."""
+    """Raises ValueError for one operation that may take long, because no clock is read within."""
+    sizes = [len(x) if hasattr(x, "__len__") else x for x in (first, second)]
+    bits = [x.bit_length() for x in sizes if isinstance(x, int)]
     if operator == "%" and isinstance(first, str):
-        huge = re.search(r"%[^%a-zA-Z]*(\d{8}|\*)", first)
+        huge = _HUGE_WIDTH.search(first)
+    elif len(bits) < 2:  # of a float, which stays small
+        huge = False
+    elif operator == "**":
+        huge = bits[0] * abs(second) > _HUGE
     else:
-        sizes = [len(x) if hasattr(x, "__len__") else x for x in (first, second)]
-        bits = [x.bit_length() if type(x) is int else 64 for x in sizes]
-        huge = bits[0] * abs(second) > 1 << 20 if operator == "**" else sum(bits) > 1 << 20
-        huge = huge or (
-            sizes != [first, second] and operator == "*" and sizes[0] * sizes[1] > 1 << 24
-        )
+        huge = sum(bits) > _HUGE if sizes == [first, second] else sizes[0] * sizes[1] > _HUGE
     if huge:
         raise ValueError(f"an operation {operator} makes something huge")
 

@@ -387,13 +387,24 @@ def test_json_as_text_is_read_as_the_objects_that_it_has(record):
 
 
 @pytest.mark.parametrize(
-    "answer", ["[]", '{"role": "x"}', "[1, 2]", '"a"', "null", "[{}]", "[INST]"]
+    "answer",
+    [
+        *("[]", '{"role": "x"}', "[1, 2]", '"a"', "null", "[{}]", "[INST]"),
+        *('[{"role": "CEO", "name": "Ann"}]', '[{"content": "a"}]'),
+    ],
 )
 def test_an_answer_that_is_json_of_no_messages_is_a_text(answer):
     (conversation,) = load_template("plain").conversations(
         "x", {"prompt": "1", "completion": answer}
     )
     assert conversation.text.decode() == f"1{answer}"
+
+
+def test_fields_that_the_template_does_not_read_are_whatever_they_are():
+    """A data set may call its texts `documents`."""
+    (asked,) = load_template("chatml").conversations("x", {"messages": MESSAGES})
+    others = {"documents": "A text.", "tools": ["search"]}
+    assert load_template("chatml").conversations("x", {"messages": MESSAGES} | others) == [asked]
 
 
 def test_columns_of_json_are_read_as_json(tmp_path):
@@ -454,8 +465,8 @@ def test_columns_of_json_are_read_as_json(tmp_path):
             "begins as messages and is no",
         ),
         ("chatml", {"messages": ["a"]}, "'messages' that is neither a string nor messages"),
-        ("chatml", {"messages": MESSAGES, "tools": "search"}, "'tools' that are neither a list of"),
-        ("chatml", {"messages": MESSAGES, "documents": ["a"]}, "'documents' that are neither a l"),
+        ("{{ tools }}", {"messages": MESSAGES, "tools": "search"}, "'tools' that are neither a l"),
+        ("{{ documents }}", {"messages": MESSAGES, "documents": ["a"]}, "'documents' that are ne"),
         ("{{ messages[9].role.x }}", {"prompt": "a", "completion": "b"}, "chat template fails"),
         ("{{ ().__class__.__base__ }}", {"prompt": "a", "completion": "b"}, "fails .*unsafe"),
         ("{{ raise_exception('no!') }}", {"prompt": "a", "completion": "b"}, r"fails \(no!\)"),
@@ -486,6 +497,8 @@ def test_bad_records_are_one_sentence(template, record, message):
         ("{{ 10 ** 10000000 }}", r"\*\* makes something huge"),
         ("{{ 'a' * 1000000000 }}", r"\* makes something huge"),
         ("{{ '%999999999s' % 'a' }}", "% makes something huge"),
+        ("{{ '%(a)999999999s' % {'a': 1} }}", "% makes something huge"),
+        ("{% set x = 2 ** 4000000 %}{{ x * x }}", r"\* makes something huge"),
         ("{{ lipsum(n=10000000) }}", "'lipsum' is undefined"),
     ],
 )
