@@ -34,7 +34,7 @@ def as_rows(rows: Any) -> Any:
         failed = f"'{rows}' cannot be read"
         with as_path(rows).open("rb") as file, opened_npz(file, failed) as arrays:
             return _ArrayRows(arrays)
-    if isinstance(rows, Mapping):
+    if isinstance(rows, Mapping) and isinstance(next(iter(rows), ""), str):
         return _ArrayRows(rows)
     is_text = isinstance(rows, str | bytes | os.PathLike)
     is_source = hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
@@ -65,7 +65,7 @@ def fields_of_row(source: Any, index: int) -> Mapping[str, Any]:
             raise ValueError(f"the rows are a {_kind(source)}: {_GIVE}") from None
         raise
     row = row._asdict() if hasattr(row, "_asdict") else row
-    if not isinstance(row, Mapping):
+    if not hasattr(row, "items"):
         raise ValueError(
             f"row {index} is a {_kind(row)}: give a dict or a named tuple, with a name for each "
             'array, such as {"x": x, "y": y}'

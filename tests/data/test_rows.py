@@ -27,6 +27,7 @@ def forms(folder):
     yield folder / "rows.npz"
     yield [Row(x, y) for x, y in zip(X, Y, strict=True)]
     yield collections.deque(ROWS)
+    yield dict(enumerate(ROWS))
 
 
 def test_every_form_has_the_batches_of_a_list_of_dicts(tmp_path):
@@ -84,6 +85,10 @@ def test_a_table_of_columns_is_refused():
     with pytest.raises(ValueError, match=r"the rows are a pandas.*DataFrame: batches need rows"):
         Batches(pandas.DataFrame({"x": Y}), global_batch=2, seed=0)
     batches = Batches({"y": pandas.Series(Y, index=Y[::-1])}, global_batch=6, seed=0, shuffle=False)
+    np.testing.assert_array_equal(batches.batch(0)["y"], Y)
+    table = pandas.DataFrame({"x": X[:, 0], "y": Y})
+    rows = [table.iloc[number] for number in range(len(Y))]  # each a Series with names
+    batches = Batches(rows, global_batch=6, seed=0, shuffle=False)
     np.testing.assert_array_equal(batches.batch(0)["y"], Y)
 
 
