@@ -215,6 +215,9 @@ def test_what_is_changed_in_the_middle_is_found(audited, tmp_path, capsys):
     assert f"line {save + 1} is not what" in broken(
         *forged([*chain[:save], other, *chain[save + 1 :]])
     )
+    for odd in ({"step": None}, {"kind": {}}, {"leaves": {}}):  # and what follows is compared on
+        out = broken(*forged([*chain[:save], chain[save] | odd, *chain[save + 1 :]]))
+        assert out.count("is not what was written") == 1
     (run / "receipts.jsonl").write_text(kept)
 
     # A parameter, with a manifest that is made to fit.
