@@ -90,7 +90,8 @@ def cluster(purpose: str, address: str | None, workers: int) -> Iterator[Any]:
       address: of the cluster to join; None starts one, unless ``RAY_ADDRESS`` names one.
       workers: number of processes besides this one, of one core each.
     """
-    if address is None and "RAY_ADDRESS" not in os.environ:
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address is None:
         # Before Ray is imported. In a file of its own Ray would need a home that can be written.
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

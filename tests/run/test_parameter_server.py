@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 
+from jaxtrain.run import parameter_server
 from jaxtrain.run.parameter_server import AsynchronousOptions, Server, run_asynchronous
 from tests.methods.test_local_updates import experiment
 
@@ -36,6 +38,26 @@ def wait_for(what, seconds=240):
         assert time.monotonic() < end, "timed out"
         time.sleep(0.1)
     return found
+
+
+def test_a_cluster_that_the_environment_names_is_joined(monkeypatch):
+    """Ray takes no number of cores then, and a token of this process would open nothing."""
+    joined = []
+
+    def init(address, **options):
+        joined.append((address, "num_cpus" in options, os.environ.get("RAY_AUTH_MODE")))
+
+    ray = types.SimpleNamespace(init=init, shutdown=lambda: None)
+    monkeypatch.setattr(parameter_server, "load", lambda *_: ray)
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"):
+        monkeypatch.setenv(name, "a:1")  # so that it is restored
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    with parameter_server.cluster("", None, 2):
+        pass
+    monkeypatch.delenv("RAY_ADDRESS")
+    with parameter_server.cluster("", None, 2):
+        pass
+    assert joined == [("a:1", False, None), (None, True, "token")]
 
 
 @pytest.mark.slow
