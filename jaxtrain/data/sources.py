@@ -213,8 +213,10 @@ def hash_fraction(name: str) -> float:
 
 
 def row_to_move(names: Iterable[str], held_out: float) -> str | None:
-    """Returns the row of lowest hash where none is below ``held_out``, the one of highest where all
-    are, so that no side is without a row; None where both sides have one. Few are read to know.
+    """Returns the row that must change sides so that neither is empty; None if both have rows.
+
+    It is the row of the lowest hash if none is below ``held_out``, and that of the highest if all
+    are. Reading stops as soon as both sides have a row.
 
     >>> row_to_move(["a.jsonl:1", "a.jsonl:2"], 0.05)
     'a.jsonl:2'
@@ -353,13 +355,13 @@ def text_folder(
 def _say_left_out(root: Path, names: Collection[str]) -> None:
     """Logs which files of a folder are not read; those of a saved dataset are no text."""
     counts = collections.Counter(
-        os.path.splitext(name)[1].lower() or name for name in names if name not in _OF_DATASET
+        os.path.splitext(name)[1].lower() or name for name in sorted({*names} - {*_OF_DATASET})
     )
-    if several := sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        tail = f" and {len(several) - 5} other kinds" if len(several) > 5 else ""
-        common = ", ".join(f"{count} {ending}" for ending, count in several[:5])
+    if counts:
+        common = ", ".join(f"{count} {ending}" for ending, count in counts.most_common(5))
+        dots = ", ..." * (len(counts) > 5)
         _warn_once(
-            f"'{root}' has files that are left out: {common}{tail}; make text of such a file"
+            f"'{root}' has files that are left out ({common}{dots}): make text of such files"
         )
 
 

@@ -24,8 +24,8 @@ from jaxtrain.host.paths import as_path, is_file, is_folder, json_object, read_i
 EOD = "<|endoftext|>"
 # The tokens that end a document in the files of GPT-2 and Qwen, Llama 3 and 2, Gemma, and BERT.
 _ENDS = (EOD, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-# The files that name the end of a text, and their fields, in the order of transformers; of a model
-# without such an end, as BERT, what stands behind each text.
+# Files and their fields that name the end of a text, in the order of transformers. BERT's name no
+# end, so the token that they put behind a text comes last.
 _END_IN = (
     *(("generation_config.json", "eos_token_id"), ("config.json", "eos_token_id")),
     *(("tokenizer_config.json", "eos_token"), ("special_tokens_map.json", "eos_token")),

@@ -19,8 +19,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, *args: Any, connections: int = CONNECTIONS):
         self._places = threading.BoundedSemaphore(connections)
-        # Connections that have not sent the whole head of a request, and when their time is over.
-        self.waiting_for: dict[socket.socket, float] = {}
+        # When time is over for connections that have not sent the head of their request.
+        self.deadlines: dict[socket.socket, float] = {}
         super().__init__(*args)
 
     def start(self, name: str) -> None:
@@ -31,8 +31,8 @@ class Server(http.server.ThreadingHTTPServer):
     def service_actions(self) -> None:
         """Closes connections that send their request too slowly; ``serve_forever`` calls this
         between requests, because a byte now and then would hold a place for ever."""
-        for connection, until in list(self.waiting_for.items()):
-            if time.monotonic() > until:
+        for connection, deadline in list(self.deadlines.items()):
+            if time.monotonic() > deadline:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -56,13 +56,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
     wbufsize = -1  # Headers and body leave in one packet, and none waits for an acknowledgement.
 
     def handle(self) -> None:
-        waiting_for = self.server.waiting_for
-        waiting_for[self.connection] = time.monotonic() + self.timeout
+        deadlines = self.server.deadlines
+        deadlines[self.connection] = time.monotonic() + self.timeout
         try:
             with contextlib.suppress(ConnectionError):  # Whoever asked has gone.
                 super().handle()
         finally:
-            waiting_for.pop(self.connection, None)
+            deadlines.pop(self.connection, None)
 
     def finish(self) -> None:
         with contextlib.suppress(ConnectionError):  # The last bytes found nobody either.
@@ -70,7 +70,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         is_request = super().parse_request()
-        self.server.waiting_for.pop(self.connection, None)
+        self.server.deadlines.pop(self.connection, None)
         return is_request
 
     def answer(self, body: bytes, *, status: int = 200, **headers: str) -> None:

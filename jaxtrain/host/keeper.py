@@ -45,7 +45,7 @@ class Keeper:
         handler = type("Handler", (_Handler,), {"objects": self.objects, "token": token})
         try:
             self._server = answering.Server((host, 0), handler, connections=CONNECTIONS)
-        except OSError:  # An address of a machine in front, which passes connections on.
+        except OSError:  # The address is of another machine, which passes connections on.
             self._server = answering.Server(("", 0), handler, connections=CONNECTIONS)
         self.address = f"{host}:{self._server.server_port}/{token}"
 

@@ -60,7 +60,7 @@ def host_memory() -> int:
 
 
 def check_fits(size: int, name: str) -> None:
-    """Raises ValueError where so many bytes, to which ``name`` unpacks, exceed the memory here."""
+    """Raises ValueError if ``name``, of ``size`` bytes unpacked, exceeds this machine's memory."""
     if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         sizes = f"{human_bytes(size)}, of {human_bytes(memory)} here"
         raise ValueError(f"unpacked {name} is {sizes}: give less")

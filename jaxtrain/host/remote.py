@@ -33,10 +33,9 @@ def open_system(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except OSError as error:
-        if "Unable to load lib" not in str(
-            error
-        ):  # pyarrow lists every place that it has looked in
+        if "Unable to load lib" not in str(error):
             raise
+        # The error of pyarrow lists every place that it has looked in.
         raise ImportError(
             f"'{url}' needs Java and Hadoop's native library, and libjvm or libhdfs is not here: "
             "install both, and set JAVA_HOME, HADOOP_HOME and CLASSPATH"

@@ -119,8 +119,8 @@ class Leases:
 
 
 def _where() -> str:
-    """Names the machine and the container, in which a number of a process is of one process: host
-    names may be shared, for example by containers on the network of their host."""
+    """Names the machine and its container, because process numbers count within one. A host name
+    may be shared, for example by containers on the network of their host."""
     names = [socket.gethostname()]
     with contextlib.suppress(OSError):
         names.append(pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip())

@@ -169,9 +169,9 @@ def test_files_that_are_not_read_are_said_once(tmp_path, caplog):
     text_folder(tmp_path)
     write(tmp_path, {f"a.{i}": b"" for i in "xyz"} | {"c.jsonl": b"{}"})
     text_folder(tmp_path, chat=data.load_template("plain"))
-    assert [record.getMessage().partition("left out: ")[2] for record in caplog.records] == [
-        "3 .pdf, 1 .docx, 1 LICENSE; make text of such a file",
-        "3 .pdf, 2 .txt, 1 .docx, 1 .x, 1 .y and 2 other kinds; make text of such a file",
+    assert [record.getMessage().partition("left out ")[2] for record in caplog.records] == [
+        "(3 .pdf, 1 LICENSE, 1 .docx): make text of such files",
+        "(3 .pdf, 2 .txt, 1 LICENSE, 1 .x, 1 .y, ...): make text of such files",
     ]
 
 
