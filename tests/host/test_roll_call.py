@@ -148,7 +148,9 @@ def test_a_stranger_who_speaks_byte_by_byte_holds_nobody_up(monkeypatch):
 
         pool.submit(drip)
         time.sleep(0.1)
-        assert roll_call.answer(f"127.0.0.1:{port}", 1, SAME, seconds=3.0) == first.result()
+        answered = roll_call.answer(f"127.0.0.1:{port}", 1, SAME, seconds=3.0)
+        assert answered.hosts == first.result().hosts == [socket.gethostname()] * 2
+        assert answered.fatal == []
     slow.close()
 
 
