@@ -87,8 +87,12 @@ class CompiledStep:
     _compared: bool = False
 
     def __repr__(self) -> str:
-        checks = "; ".join(check.name for check in self.checks)
-        return f"CompiledStep(compiled in {self.compile_seconds:.1f} s; {checks})"
+        return f"CompiledStep(compiled in {self.compile_seconds:.1f} s; {self.held})"
+
+    @property
+    def held(self) -> str:
+        """The names of the checks that hold."""
+        return "; ".join(check.name for check in self.checks if check.holds)
 
     def __call__(self, state: PyTree, batch: PyTree) -> Any:
         """Runs the step. Host arrays in ``batch`` are placed first; a donated ``state`` is gone.

@@ -69,8 +69,10 @@ def digest(closed_jaxpr: Any) -> str:
     Equal programs of the same versions of JAX have equal digests; another version may trace the
     same function to other equations. Constants above 1 MiB count by their shape alone.
     """
+    # In a terminal or a notebook, the text would have colours by default.
+    text = closed_jaxpr.pretty_print(use_color=False)
     # The text of a function in a parameter ends in its address.
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(closed_jaxpr))
+    text = re.sub(r" at 0x[0-9a-f]+", "", text)
     digests = hashlib.sha256(text.encode())
     for constant in _constants(closed_jaxpr):
         digests.update(str(jax.typeof(constant)).encode())

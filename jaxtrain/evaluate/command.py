@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from jaxtrain.data.chat import FORMS, ChatTemplate, encode_marked, forms_of
 from jaxtrain.evaluate import heads, pairs
 from jaxtrain.evaluate.harness import harness_model
 from jaxtrain.evaluate.scoring import Row, Scorer, windows, with_all_rows
-from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
+from jaxtrain.hf.opening import ModelOptions, Opened, ends_of, open_model
 from jaxtrain.host import extras
 from jaxtrain.host.least import check_least
 from jaxtrain.host.paths import as_path, make_folder
@@ -90,10 +91,11 @@ def run_evaluate(options: EvaluateOptions, rest: list[str]) -> int:
         make_folder(as_path(options.out).parent)  # not when all has been computed
     if options.tasks:
         extras.load("tasks need lm_eval", "eval", "lm_eval")
-    opened, mesh = options.open(*(form for form in trained.FORMS if form not in ("clip", "llava")))
-    path, step = options.out, options.step
-    if step is None and trained.is_trained(opened.folder):
-        step = trained.default_step(opened.folder)  # no earlier, because it starts the devices
+    mesh, path, step = options.start(), options.out, options.step
+    if step is None and trained.is_trained(options.model):
+        step = trained.default_step(options.model)  # A run that still trains may get a better one.
+    forms = [form for form in trained.FORMS if form not in ("clip", "llava")]
+    opened = open_model(options.model, *forms, mesh=mesh, step=step)
     if path is None and trained.is_trained(opened.folder):
         path = str(as_path(opened.folder) / RESULTS)
     is_decoder = isinstance(opened.model, DecoderConfig)
@@ -188,8 +190,8 @@ def perplexity(
       ValueError: there is no text, or conversations are preferences or have no template.
     """
     fields = data.fields_of(name)
-    is_chat = bool(forms_of(fields)) and (field not in fields or field in FORMS)
-    chat = _template(name, opened) if is_chat else None
+    is_chat = bool(forms := forms_of(fields)) and (field not in fields or field in FORMS)
+    chat = _template(name, forms, opened) if is_chat else None
     stride = stride or -(-scorer.longest // 2)
     if stride > scorer.longest:
         raise ValueError(f"`stride` is {stride}: rows have {scorer.longest} tokens")
@@ -206,8 +208,8 @@ def perplexity(
         for document in side:
             ((ids, marks),) = encode_marked([document], tokenizer)
             tokens = [*begin, *ids.tolist()]
-            counted = np.ones(len(ids), bool) if marks is None else marks == 1
-            counted = np.append(np.zeros(len(begin), bool), counted)
+            counted = np.zeros(len(tokens), bool)
+            counted[len(begin) :] = True if marks is None else marks == 1
             position = 1
             for row in windows(tokens, longest=scorer.longest, stride=stride):
                 mask = counted[position : position + row.counted]
@@ -231,9 +233,9 @@ def perplexity(
     }
 
 
-def _template(name: str, opened: Opened) -> ChatTemplate:
+def _template(name: str, forms: Collection[str], opened: Opened) -> ChatTemplate:
     """Returns the chat template by which a model reads the conversations in a file."""
-    if {"chosen", "label"} & set(forms_of(data.fields_of(name))):
+    if not {"chosen", "label"}.isdisjoint(forms):
         raise ValueError(
             f"'{name}' has preferences: give rows of messages, or of prompt and completion alone, "
             "whose answers have a loss"

@@ -33,7 +33,7 @@ class Hook:
     If a call of the train step runs several steps, a state exists after the last of them only.
     """
 
-    _log: Any = None
+    _log_of_run: Any = None
 
     def show(self, step: int, values: Mapping[str, Any]) -> None:
         """Shows pictures and texts, for a hook's own methods to call.
@@ -45,8 +45,8 @@ class Hook:
           step: the step that they are of.
           values: by name, uint8 pixels [height, width, 3], or a text.
         """
-        if self._log is not None:
-            self._log.show(step, values)
+        if self._log_of_run is not None:
+            self._log_of_run.show(step, values)
 
     def on_start(self, step: int, state: TrainState) -> None:
         """Called by :func:`jaxtrain.fit` before its first step, with the number of steps made."""

@@ -277,8 +277,9 @@ def _fit(
             auto_resume=options.auto_resume,
             overwrite=options.overwrite,
         )
-        if not resume and jax.process_index() == 0:
-            trackers.connect(trackers.parse(options.trackers))
+        if not resume:
+            connect = functools.partial(trackers.connect, trackers.parse(options.trackers))
+            distributed.from_first_process(connect)
         claim = functools.partial(
             folder.lock_run_dir,
             run_dir,
@@ -337,8 +338,9 @@ def _fit(
         run = stack.enter_context(
             _opened(experiment, options, mesh, owner, peers, writers, journal, start, resume)
         )
-        for hook in hooks:
-            object.__setattr__(hook, "_log", run.log)  # It may be a frozen dataclass.
+        for hook in hooks:  # It may be a frozen dataclass.
+            object.__setattr__(hook, "_log_of_run", run.log)
+            stack.callback(object.__setattr__, hook, "_log_of_run", None)
         stack.enter_context(storage.restartable())
         stack.enter_context(stopping_at_signals(peers, handle_signals=handle_signals))
         noted = (owner.path, experiment.stack, metadata.config, run.progress.note)

@@ -238,7 +238,10 @@ class Config:
             )
         made = Experiment.of(name=name, config=record, may_change=may_change, **ours | given)
         if brings_optimizer:  # A function of the stack has been called by now.
-            refuse_unused(typed_flags, type(self), name)
+            field = type(self).__dataclass_fields__["optimizer"]
+            has_factory = field.default_factory is not dataclasses.MISSING
+            default = field.default_factory() if has_factory else field.default
+            options.refuse_unused(typed_flags, default, name)
         else:
             sizes = {"steps": self.steps, "global_batch": self.global_batch}
             optimizer_of.description = options.describe_optimizer(
@@ -360,20 +363,6 @@ class Config:
         return batches, private_fields(self.private, **sizes)
 
 
-def refuse_unused(flags: Any, config_type: type, experiment: str) -> None:
-    """Raises ValueError for flags of the optimizer that are set and that nothing has read, for an
-    experiment whose module brings an optimizer of its own."""
-    field = next(f for f in dataclasses.fields(config_type) if f.name == "optimizer")
-    has_factory = field.default_factory is not dataclasses.MISSING
-    default = field.default_factory() if has_factory else field.default
-    if unused := options.unused(flags, default):
-        names = ", ".join(f"--optimizer.{name.replace('_', '-')}" for name in unused)
-        raise ValueError(
-            f"experiment {experiment!r} has an optimizer of its own, which {names} cannot change: "
-            "leave that out"
-        )
-
-
 def _check_outline(experiment: Experiment) -> None:
     if experiment.data.train_batches is not no_batches:
         raise ValueError(
@@ -474,12 +463,11 @@ def _read_flags(
     defaults = {} if default is None else {"default": default}
     refuse_aliases(config_type, arguments)
     config = _parsed(config_type, args=arguments, prog=program, **defaults)
-    if default is not None:
-        options.mark_recorded(
-            getattr(config, "optimizer", None), getattr(default, "optimizer", None)
-        )
     typed = {word.removeprefix("--").replace("-", "_") for word in typed}
-    return config.filled(typed) if hasattr(config, "filled") else config
+    config = config.filled(typed) if hasattr(config, "filled") else config
+    if isinstance(default, Config):
+        options.mark_recorded(config.optimizer, default.optimizer)
+    return config
 
 
 def _parsed(config_type: type, **parsing: Any) -> Any:

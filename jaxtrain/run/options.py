@@ -1,5 +1,6 @@
 """Options that runs and experiments share: plain data, which the command line turns into flags."""
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
@@ -178,8 +179,8 @@ class RunOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StartOptions:
-    """The run options that say whether to resume, which are read before the others have their
-    defaults: of themselves they are always valid."""
+    """The run options that say whether to resume: they are read first, because the run that they
+    name has the defaults of all others."""
 
     run_dir: str | None = None
     resume: bool = False
@@ -257,7 +258,7 @@ class _ChainOptions:
     writes, a picture of confused classes); 0 makes none."""
 
     def __getattribute__(self, name: str) -> Any:
-        """Marks a flag as used when it is read: see :func:`unused`."""
+        """Marks a flag as used when it is read: see :func:`refuse_unused`."""
         value = object.__getattribute__(self, name)
         if not name.startswith("_"):
             vars(self).setdefault("_read", set()).add(name)
@@ -267,34 +268,36 @@ class _ChainOptions:
         return f"OptimizerOptions({', '.join(f'{k}={v!r}' for k, v in _values(self).items())})"
 
 
-def _values(options: _ChainOptions) -> dict[str, Any]:
+def _values(options: Any) -> dict[str, Any]:
     """Returns the flags by name, and marks none as used."""
     return {field.name: vars(options)[field.name] for field in dataclasses.fields(options)}
 
 
 def unmarked(options: Any) -> Any:
     """Returns a copy of the flags of an optimizer, whose reads do not mark the original."""
-    return type(options)(**_values(options)) if isinstance(options, _ChainOptions) else options
+    copied = copy.copy(options)
+    vars(copied).pop("_read", None)
+    return copied
 
 
 def mark_recorded(options: Any, recorded: Any) -> None:
     """Marks flags that a run's record has too as used: older versions let unused ones pass."""
-    if isinstance(options, _ChainOptions) and isinstance(recorded, _ChainOptions):
-        for name in _values(options).keys() - set(_changed(options, recorded)):
+    for name, value in _values(recorded).items():
+        if vars(options)[name] == value:
             getattr(options, name)
 
 
-def unused(options: Any, default: Any) -> list[str]:
-    """Returns the names of the flags that differ from their default, and that nothing has read."""
-    if not isinstance(options, _ChainOptions):
-        return []
-    read = vars(options).get("_read", ())
-    return [name for name in _changed(options, default) if name not in read]
-
-
-def _changed(options: _ChainOptions, other: _ChainOptions) -> list[str]:
-    values, values_before = _values(options), _values(other)
-    return [name for name in values if values[name] != values_before[name]]
+def refuse_unused(options: Any, default: Any, experiment: str) -> None:
+    """Raises ValueError for flags that differ from their default and that nothing has read, of an
+    experiment whose module brings an optimizer of its own."""
+    read, values = vars(options).get("_read", ()), _values(default)
+    unused = [n for n, value in _values(options).items() if value != values[n] and n not in read]
+    if unused and isinstance(options, _ChainOptions):  # Other types mark nothing.
+        names = ", ".join(f"--optimizer.{name.replace('_', '-')}" for name in unused)
+        raise ValueError(
+            f"experiment {experiment!r} has an optimizer of its own, which {names} cannot change: "
+            "leave that out"
+        )
 
 
 # A flag for each option of a rule or a schedule that a command line can take.

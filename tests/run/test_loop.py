@@ -173,10 +173,16 @@ def test_a_run_leaves_logs_checkpoints_and_its_config(tmp_path, capsys):
 
     @dataclasses.dataclass(frozen=True)
     class Shows(jt.Hook):
+        _log: list = dataclasses.field(default_factory=list)  # a name that any hook may have
+
         def on_evaluation(self, step, means):
+            self._log.append(step)
             self.show(step, {"hook/red": np.full((2, 3, 3), [255, 0, 0], np.uint8)})
 
-    result = jt.fit(experiment, options, hooks=[Shows()])
+    hook = Shows()
+    result = jt.fit(experiment, options, hooks=[hook])
+    hook.on_evaluation(13, {})  # Outside of a run it shows nothing.
+    assert hook._log == [4, 8, 12, 13]
     (picture,) = (run / "pictures").iterdir()
     assert picture.name == "hook-red.png"
     assert base64.b64encode(picture.read_bytes()).decode() in (run / "report.html").read_text()

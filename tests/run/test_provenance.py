@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import os
+import pty
 import subprocess
 import sys
 import types
@@ -308,3 +310,24 @@ def test_another_optimizer_in_code_is_another_run():
     assert names(older, now(optax.adam(0.1))) == []
     other = now(optax.adam(0.1), versions={"jax": "9.0"})
     assert names(then, other) == [("jax", Effect.ROUNDED), ("optimizer", Effect.UNCOMPARED)]
+
+
+@pytest.mark.slow
+def test_an_optimizer_has_the_same_digest_in_a_terminal(tmp_path):
+    """JAX colours the text of a program if the standard output is a terminal."""
+    (tmp_path / "program.py").write_text(
+        "import sys, jax, optax\n"
+        "from jaxtrain.jaxprs import digest\n"
+        "program = jax.make_jaxpr(optax.sgd(0.1).update)(1.0, optax.sgd(0.1).init(1.0))\n"
+        "print(digest(program), sys.stdout.isatty(), file=sys.stderr)\n"
+    )
+    command = [sys.executable, str(tmp_path / "program.py")]
+    main, terminal = pty.openpty()
+    printed = [
+        subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=True)
+        for stdout in (subprocess.DEVNULL, terminal)
+    ]
+    os.close(main), os.close(terminal)
+    words = [each.stderr.split()[-2:] for each in printed]
+    assert [is_terminal for _, is_terminal in words] == ["False", "True"]
+    assert words[0][0] == words[1][0]

@@ -56,8 +56,7 @@ def header_facts(
         **_flops(experiment, devices),
         "memory": f"{memory.human_bytes(train.memory_bytes)} per device (compiled: state "
         f"{memory.human_bytes(local_bytes(state))}, the rest for the step){on_host}",
-        "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; "
-        + "; ".join(check.name for check in train.checks if check.holds),
+        "compiled": f"in {sum(p.compile_seconds for p in programs.values()):.1f} s; " + train.held,
         **describe(train.findings),
     }
 

@@ -355,9 +355,13 @@ class PictureWriter:
         """Writes pictures, named as files may be."""
         for name, value in values.items():
             if isinstance(value, np.ndarray):
-                file = re.sub(r"[^\w-]+", "-", name, flags=re.ASCII) + ".png"
-                make_folder(self._folder)
-                save_pixels(value, self._folder / file)
+                path = self._folder / (re.sub(r"[^\w-]+", "-", name, flags=re.ASCII) + ".png")
+                try:
+                    make_folder(self._folder)
+                    save_pixels(value, path)
+                except Exception as error:  # A bucket's client has errors of its own.
+                    why = storage.why(error)
+                    logger.warning("%s cannot be written (%s): the run goes on", path, why)
 
     def close(self) -> None:
         """Has nothing open."""

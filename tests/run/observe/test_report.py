@@ -226,6 +226,17 @@ def test_a_clock_that_is_set_back_and_damaged_records_leave_a_page(tmp_path):
     assert (drawn["memory"], drawn["goodput"], drawn["histogram"]["counts"]) == (None, [], [1])
 
 
+def test_a_page_has_the_pictures_that_fit(tmp_path):
+    run = write_run(tmp_path / "<a>", [line(1)])
+    (run / "pictures").mkdir()
+    for name, size in (("a.png", page.PICTURE_BYTES), ("b.png", 3), ("c.txt", 3)):
+        (run / "pictures" / name).write_bytes(b"x" * size)
+    text = page.make_page(records.read([run]))
+    assert re.findall('<img alt="(.*?)" src="(.*?)">', text) == [
+        ("&lt;a&gt;: b", "data:image/png;base64,eHh4")
+    ]
+
+
 def test_a_heartbeat_of_the_future_is_no_sign_of_life(tmp_path):
     run = write_run(tmp_path / "a", [line(1)])
     (run / "heartbeat.json").write_text(json.dumps({"time": START + 7200, "step": 1}))

@@ -330,6 +330,14 @@ def test_tensorboard_shows_one_curve_after_a_resume(passed, tmp_path, monkeypatc
     assert run({0: 7.0}, None) == {0: 7.0}
 
 
+def test_a_picture_that_cannot_be_written_ends_nothing(tmp_path, caplog):
+    writer = writers.PictureWriter(tmp_path)
+    pixels = np.zeros((2, 3, 3), np.uint8)
+    writer.show(1, {"a" * 300: pixels, "../<b>": pixels})
+    assert [path.name for path in tmp_path.iterdir()] == ["-b-.png"]
+    assert "cannot be written (File name too long): the run goes on" in caplog.text
+
+
 def test_fanout_writes_and_closes_all():
     events = []
 

@@ -72,13 +72,13 @@ def make_page(
 
 
 def _pictures(records: Sequence[Record]) -> str:
-    """The newest pictures of the runs as HTML: the first by name, below ``PICTURE_BYTES``."""
-    parts, size = [], 0
+    """The newest pictures of the runs as HTML: by name, those that fit in ``PICTURE_BYTES``."""
+    parts, room = [], PICTURE_BYTES
     for record in records:
-        for path in sorted(listed(as_path(record.path) / PICTURES)):
+        for path in sorted(listed(as_path(record.path) / PICTURES, "*.png")):
             content = base64.b64encode(path.read_bytes()).decode()
-            size += len(content)
-            if size < PICTURE_BYTES:
+            if len(content) <= room:
+                room -= len(content)
                 name = html.escape(f"{record.name}: {path.stem}")
                 image = f'<img alt="{name}" src="data:image/png;base64,{content}">'
                 parts.append(f"<figure>{image}<figcaption>{name}</figcaption></figure>")
