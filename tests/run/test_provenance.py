@@ -328,6 +328,6 @@ def test_an_optimizer_has_the_same_digest_in_a_terminal(tmp_path):
         for stdout in (subprocess.DEVNULL, terminal)
     ]
     os.close(main), os.close(terminal)
-    words = [each.stderr.split()[-2:] for each in printed]
+    words = [result.stderr.split()[-2:] for result in printed]
     assert [is_terminal for _, is_terminal in words] == ["False", "True"]
     assert words[0][0] == words[1][0]
