@@ -108,7 +108,10 @@ def test_a_bf16_step_of_float32_products_warns_names_them_and_is_not_ok():
     step = jt.build_train_step(plain_loss, optimizer, policy="bf16", accumulate=2)
     wanted = r"5 of 5 products in float32 .* \('mask', 'x', 'y'\) by a regex.* --cast-batch '\^x\$'"
     with pytest.warns(PrecisionWarning, match=wanted):
-        report = jt.compile_step(step, state, problems.make_batch()).report()
+        compiled = jt.compile_step(step, state, problems.make_batch())
+    report = compiled.report()
+    assert "no recompilation" in repr(compiled)
+    assert "products" not in repr(compiled)  # It names the checks that hold.
     assert "BAD  5 of 5 products in float32" in report
     assert "dot_general float32[8,8] x bfloat16[8,32] at" in report
     assert "test_precision.py" in report
