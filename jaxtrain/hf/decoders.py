@@ -286,6 +286,8 @@ def _write_gpt_oss(config: DecoderConfig) -> dict[str, Any]:
     rope = positions.write_rope(config)
     if isinstance(scaling := config.rope_scaling, YarnScaling):  # theirs say these in any case
         rope["rope_scaling"] |= {"beta_fast": scaling.fast, "beta_slow": scaling.slow}
+    elif scaling is None:  # null would mean their usual scaling
+        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta}}
     return positions.write_kinds(config) | rope
 
 
