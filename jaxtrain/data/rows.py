@@ -36,9 +36,9 @@ def as_rows(rows: Any) -> Any:
             return _ArrayRows(arrays)
     if isinstance(rows, Mapping) and isinstance(next(iter(rows), ""), str):
         return _ArrayRows(rows)
+    has_numbers = hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
     is_text = isinstance(rows, str | bytes | os.PathLike)
-    is_source = hasattr(rows, "__getitem__") and hasattr(rows, "__len__")
-    if is_text or not (is_source or isinstance(rows, RowStream)):
+    if is_text or not (has_numbers or isinstance(rows, RowStream)):
         raise ValueError(f"the rows are a {_kind(rows)}: {_GIVE}")
     return rows
 
@@ -147,7 +147,10 @@ class _ArrayRows:
     """Rows of arrays that lie one behind the other; those on a disk stay there, as of h5py."""
 
     def __init__(self, arrays: Mapping[str, Any]):
-        self._arrays = {name: _host_array(arrays[name]) for name in arrays}
+        self._arrays = {
+            name: np.asarray(x) if isinstance(x, jax.Array) or hasattr(x, "to_numpy") else x
+            for name, x in arrays.items()
+        }
         shapes = {n: hasattr(x, "dtype") and x.shape for n, x in self._arrays.items()}
         if not shapes or not all(shapes.values()):
             raise ValueError(f"the rows are a {_kind(arrays)} of other things than arrays: {_GIVE}")
@@ -160,10 +163,6 @@ class _ArrayRows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {name: x[index] for name, x in self._arrays.items()}
-
-
-def _host_array(x: Any) -> Any:
-    return np.asarray(x) if isinstance(x, jax.Array) or hasattr(x, "to_numpy") else x
 
 
 def _kind(value: Any) -> str:

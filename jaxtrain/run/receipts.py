@@ -245,10 +245,10 @@ def with_digests(batches: Iterable[PyTree]) -> Iterator[tuple[PyTree, str]]:
 
 
 def _is_sound(line: Line) -> bool:
-    wanted = _ENTRIES.get(str(line.get("kind")))
-    if wanted is None or not all(isinstance(line.get(n), kind) for n, kind in wanted.items()):
+    types = _ENTRIES.get(str(line.get("kind")))
+    if types is None or not all(isinstance(line.get(n), kind) for n, kind in types.items()):
         return False
-    return "leaves" not in wanted or line["state"] == manifests.digest_of(line["leaves"])
+    return "leaves" not in types or line["state"] == manifests.digest_of(line["leaves"])
 
 
 def _started(batch: PyTree) -> dict[str, Any]:
