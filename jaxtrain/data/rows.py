@@ -74,18 +74,12 @@ def fields_of_row(source: Any, index: int) -> Mapping[str, Any]:
 
 
 def array_of(value: Any, name: str) -> np.ndarray:
-    """Returns a value of a row as an array; raises ValueError where it holds no numbers."""
+    """Returns a value of a row as an array; raises ValueError if NumPy cannot read it."""
     try:
-        array = np.asarray(value)
+        return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # of torch, which has types of its own
         why = f"which NumPy cannot read ({error}): give x.detach().cpu().float().numpy()"
         raise ValueError(f"a row has '{name}', a {_kind(value)}, {why}") from None
-    if array.dtype.kind in "OUSMm":
-        raise ValueError(
-            f"a row has '{name}' of dtype {array.dtype}, and batches hold numbers: leave it out, "
-            "or make numbers of it"
-        )
-    return array
 
 
 class RowStream:
