@@ -485,14 +485,14 @@ def _check_like(what: str, wanted: PyTree, given: PyTree) -> None:
 
 
 def _check_arrays(what: str, tree: PyTree) -> None:
-    """Raises ValueError for a tensor of another library, such as PyTorch's DataLoader makes, and for
-    an array of texts or objects, which rows may have for a loop of your own."""
+    """Raises ValueError for a tensor of another library, such as PyTorch's DataLoader makes, and
+    for an array of texts or objects, which rows may have for a loop of your own."""
     for name, leaf in named_leaves(tree).items():
         dtype = getattr(leaf, "dtype", None)
         if isinstance(dtype, np.dtype) and dtype.kind in "OUSMm":
             raise ValueError(
-                f"{what} leaf {name!r} has dtype {dtype}, and a step computes with numbers: leave it "
-                "out, or make numbers of it"
+                f"{what} leaf {name!r} has dtype {dtype}, and a step computes with numbers: leave "
+                "it out, or make numbers of it"
             )
         if hasattr(leaf, "numpy"):
             kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
