@@ -664,6 +664,14 @@ def test_without_eps_a_gradient_of_0_moves_nothing(name):
         np.testing.assert_allclose(updates["b"][::2], -0.1 / np.sqrt(0.1), rtol=1e-6)
 
 
+def test_clipping_passes_nothing_on_beside_a_gradient_that_is_no_number():
+    tx, grads = (
+        make_optimizer("sgd", 1.0, clip_norm=1.0),
+        {"a": jnp.array(jnp.nan), "b": jnp.ones(2)},
+    )
+    assert np.isnan(tx.update(grads, tx.init(grads), grads)[0]["b"]).all()
+
+
 def test_the_trust_ratio_of_lars_is_that_of_huge_gradients_too():
     tx = make_optimizer("lars", 1.0, momentum=0.0, trust_coefficient=0.001, weight_decay=0.1)
     params, grads = {"w": jnp.ones((4, 4))}, {"w": jnp.full((4, 4), 3e19)}
