@@ -129,6 +129,7 @@ def reduce_on_plateau(
     def update(updates, state, params=None, *, value, **extra):
         del params, extra
         count = state.count + 1
+        value = jnp.asarray(value, state.avg_value.dtype)
         mean = (state.count * state.avg_value + value) / count
         full, best = count == window, state.best_value
         # The best loss is infinite at first, and infinity less infinity would be NaN.
