@@ -195,7 +195,8 @@ class _Runner:
         bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
         cast = functools.partial(jax.lax.bitcast_convert_type, new_dtype=bits)
         zero = self.zero.astype(bits)
-        zero = zero if like is None else zero & cast(like)
+        # Shifted, because (x | zero) | (zero & like) is x | zero to a compiler.
+        zero = zero if like is None else (zero << 1) & cast(like)
         return jax.lax.bitcast_convert_type(cast(x) | zero, x.dtype)
 
     def laid(self, piece: Piece, split: Split, *, spread: bool = True) -> jax.Array:

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtrain as jt
-from jaxtrain.engines.pieces import in_pieces, integer_sum
+from jaxtrain.engines.pieces import _Runner, in_pieces, integer_sum
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.tree import named_leaves
 
@@ -140,6 +140,14 @@ def test_every_operation_is_rounded_by_itself(shape):
     with jax.set_mesh(mesh):
         found = jax.jit(jax.shard_map(run, **how), **compiler)(x, y, c, jnp.int32(0))
     np.testing.assert_array_equal(found, (a * x + b * y) / c / np.float32(56))
+
+
+def test_the_fence_of_a_divisor_depends_on_the_dividend():
+    """With a zero of 1 it shows, as it would to a compiler that knows no better."""
+    sealed = _Runner({}, jnp.int32(1)).sealed
+    ones = np.array([0x3F800000, 0x3F800002], np.uint32).view(np.float32)
+    divisors = sealed(sealed(jnp.full(2, 4.0)), like=sealed(jnp.asarray(ones)))
+    assert divisors[0] != divisors[1]
 
 
 def test_approximations_have_the_bits_of_the_whole():
