@@ -329,7 +329,7 @@ class Shows(jt.Hook):
 
 
 def is_shown(folder):
-    """Whether a folder has PIXELS in a PNG file."""
+    """Returns true if a PNG file in a folder has PIXELS."""
     files = pathlib.Path(folder).rglob("*.png")
     return any(np.array_equal(PIL.Image.open(file).convert("RGB"), PIXELS) for file in files)
 
