@@ -76,7 +76,8 @@ def by_rows(
     numerics.check_number("eps", eps, low=0.0)
     clip = optax.identity()
     if clip_norm is not None:
-        clip = clip_by_global_norm(clip_norm, math.inf if clip_order == "max" else clip_order)
+        order = math.inf if clip_order == "max" else clip_order
+        clip = numerics.in_float32(clip_by_global_norm(clip_norm, order))
     rows = _row_wise(rule, learning_rate, eps)
 
     def chain_for(params: Any) -> optax.GradientTransformationExtraArgs:

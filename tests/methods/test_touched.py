@@ -206,3 +206,11 @@ def test_what_would_differ_from_whole_tables_is_refused():
         )
     with pytest.raises(ValueError, match="selects parameter 'unused', whose shape"):
         jt.optim.by_rows(optax.sgd(0.1), ("^unused",), 0.1).init(params)
+
+
+def test_clipping_has_the_norm_of_gradients_whose_square_float16_has_not():
+    tx = jt.optim.by_rows(optax.sgd(1.0), ("^table$",), 1.0, rule="sgd", clip_norm=1.0)
+    params = {"table": jnp.zeros((2, 2), jnp.float16), "w": jnp.zeros(1, jnp.float16)}
+    grads = params | {"table": jnp.full((2, 2), 300, jnp.float16)}
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_array_equal(updates["table"], np.full((2, 2), -0.5, np.float16))
