@@ -436,9 +436,9 @@ def rounding_alone(
     for group, leaves in parts.get("gradients", {}).items():
         for name, leaf in leaves.items():
             change = np.float64(shifted["gradients"][group][name]) - np.float64(leaf)
-            undetermined = 0 < _norm(leaf) <= UNDETERMINED * _norm(change)
-            moved = leaves | {name: leaf + NOISE * change}
-            if undetermined and worst(moved, leaves)[0] > TOLERANCE:
+            if not 0 < _norm(leaf) <= UNDETERMINED * _norm(change):
+                continue
+            if worst(leaves | {name: leaf + NOISE * change}, leaves)[0] > TOLERANCE:
                 distances[name] = NOISE * _norm(change)
     return distances
 
