@@ -128,5 +128,5 @@ def test_at_positive_losses_a_plateau_is_that_of_optax_to_the_bit():
 def test_a_plateau_keeps_its_dtypes_for_a_loss_in_float64():
     with jax.enable_x64(True):
         tx = reduce_on_plateau(0.5, patience=3, window=2)
-        before = tx.init(jnp.float32(0))
-        chex.assert_trees_all_equal_dtypes(tx.update((), before, value=jnp.float64(1))[1], before)
+        state = tx.init(jnp.float32(0))
+        chex.assert_trees_all_equal_dtypes(tx.update((), state, value=jnp.float64(1))[1], state)
