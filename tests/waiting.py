@@ -3,9 +3,9 @@
 import time
 
 
-def eventually(condition):
-    """Returns once a condition holds; fails after a minute."""
-    deadline = time.monotonic() + 60
+def eventually(condition, *, seconds=60):
+    """Returns once a condition holds; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -33,10 +33,10 @@ BLOCK, MOST = 256, 100_000
 # Requests that a replica may have more than the least busy one, and still be chosen for what it has
 # read.
 SLACK = 4
-# Seconds of silence beyond the limit of a request, after which a replica is taken for hung.
+# Seconds of silence beyond the limit of a request, after which a replica is asked for its health.
 GRACE = 10.0
-# Seconds that a replica has to tell its metrics.
-SCRAPE = 5.0
+# Seconds that a replica has to tell its health or its metrics.
+PROBE = 5.0
 # Replicas that a request is given to, one after the other: it may be what they die of.
 ATTEMPTS = 3
 # Set for replicas, whose standard input closes with the front.
@@ -179,6 +179,15 @@ async def passed_on(
         writer.close()
 
 
+async def told_soon(port: int, path: str) -> bytes:
+    """Returns the body of a replica's answer to a path. Raises as :func:`passed_on`, after PROBE
+    seconds, and ConnectionResetError for another status than 200."""
+    async with passed_on(port, Request("GET", path, (), b""), PROBE) as (head, body):
+        if head.status_code != 200:
+            raise ConnectionResetError(f"the replica answers with status {head.status_code}")
+        return b"".join([part async for part in body])
+
+
 class Continued:
     """The events of a stream, of which those that an earlier replica has told are left out."""
 
@@ -249,6 +258,13 @@ def make_front(
             finally:
                 await self.body_iterator.aclose()
 
+    async def hangs(replica: Replica, port: int) -> bool:
+        """Whether a replica does not tell its health, and has not been started again."""
+        with contextlib.suppress(*lost):
+            await told_soon(port, "/health")
+            return False
+        return replica.port == port
+
     async def told(request: Request, beginnings: Sequence[bytes]) -> AsyncIterator[Any]:
         """Yields the status and the kind of an answer, then its parts."""
         tried: list[Replica] = []
@@ -256,9 +272,10 @@ def make_front(
         busy: bytes | None = None
         while (replica := choice.of(beginnings, tried)) is not None:
             tried.append(replica)
+            port = replica.port
             replica.live, replica.given = replica.live + 1, replica.given + 1
             try:
-                async with passed_on(replica.port, request, limits.seconds + GRACE) as (head, body):
+                async with passed_on(port, request, limits.seconds + GRACE) as (head, body):
                     kind = dict(head.headers).get(b"content-type", b"").decode()
                     if not kind.startswith("text/event-stream"):
                         whole = b"".join([part async for part in body])
@@ -278,8 +295,9 @@ def make_front(
                         yield event
                     return
             except lost as error:
-                if isinstance(error, TimeoutError):
-                    replica.fail()  # It hangs, because its own limit has passed.
+                # Its own limit has passed. It may have many prompts to read, and be well.
+                if isinstance(error, TimeoutError) and await hangs(replica, port):
+                    replica.fail()
                 log.warning("a replica was lost in a request: %s", str(error) or "it is silent")
             finally:
                 replica.live -= 1
@@ -341,9 +359,7 @@ def make_front(
         for each in replicas:
             with contextlib.suppress(*lost):
                 if each.port is not None:
-                    scrape = Request("GET", "/metrics", (), b"")
-                    async with passed_on(each.port, scrape, SCRAPE) as (_, body):
-                        texts.append(b"".join([part async for part in body]).decode())
+                    texts.append((await told_soon(each.port, "/metrics")).decode())
         return PlainTextResponse(summed(texts) + _own(replicas))
 
     routes = [Route("/health", health), Route("/metrics", metrics)]
