@@ -31,7 +31,7 @@ from jaxtrain.run.trained import form_of
 from jaxtrain.serve.answer import Limits
 from jaxtrain.serve.api import Reader
 from jaxtrain.serve.classify import Classifier
-from jaxtrain.serve.engine import Engine, check_ends
+from jaxtrain.serve.engine import Engine
 from jaxtrain.serve.front import REPLICA, Replica, make_front
 from jaxtrain.serve.server import make_app
 from jaxtrain.serve.sources import SourceEngine
@@ -329,7 +329,6 @@ def reader_of(
 ) -> Reader:
     """Makes what reads a model's requests."""
     ends = frozenset(ends_of(opened.folder, opened.tokenizer))
-    check_ends(ends)  # before requests, of which none could be answered
     template = template_of(chat_template, opened.folder, opened.tokenizer)
     return Reader(models, opened.tokenizer, longest, ends, template, opened.begin, sources)
 

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -259,7 +259,6 @@ class Engine:
                 f"min_tokens is given with {len(request.ends)} tokens that end an answer: at most "
                 f"{ENDS} can be held back"
             )
-        check_ends(request.ends)
         if len(request.logit_bias) > BIASES:
             raise ValueError(
                 f"logit_bias has {len(request.logit_bias)} tokens: give at most {BIASES}"
@@ -477,15 +476,6 @@ class Engine:
     def _leave(self, slot: int) -> None:
         self.pool.give_back(self.rows[slot].pages)
         self.rows[slot] = None
-
-
-def check_ends(ends: Iterable[int]) -> None:
-    """Raises ValueError for a token that ends an answer and is no int32, as programs read it."""
-    if wrong := [token for token in ends if not -(2**31) <= token < 2**31]:
-        raise ValueError(
-            f"the token {wrong[0]} is to end an answer: token ids are below 2^31; correct "
-            "eos_token_id in the model's generation_config.json or config.json"
-        )
 
 
 def check_rows(slots: int, readers: int) -> None:

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxtrain import hf
-from jaxtrain.data import SubwordTokenizer
-from jaxtrain.hf.opening import Opened
+from jaxtrain.data import ByteTokenizer, SubwordTokenizer
+from jaxtrain.hf.opening import Opened, ends_of
 from jaxtrain.models import decoder, encoder, encoder_decoder
 from jaxtrain.serve import generate_command
 from tests.commands import refused, run
@@ -201,3 +201,9 @@ def test_special_tokens_have_no_text_and_end_one_if_a_stop_spells_them(tmp_path)
     for stop, text in (((), "aa"), (("<turn>",), "a")):
         options = generate_command.GenerateOptions("nowhere", stop=stop)
         assert generate_command.Writer(options, opened, None)._show([a, turn, a]) == text
+
+
+def test_an_end_that_no_program_reads_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": [7, 2147483648]}')
+    with pytest.raises(ValueError, match="has eos_token_id 2147483648: no token has such an id"):
+        ends_of(str(tmp_path), ByteTokenizer())
