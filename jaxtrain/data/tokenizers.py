@@ -78,12 +78,6 @@ class Tokenizer(Protocol):
         """Returns the text of some ids; bytes that are not UTF-8 become U+FFFD, `eod` nothing."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def decode_shown(self, ids: Iterable[int]) -> str:
-        """Returns the text of some ids without special tokens, as transformers does with
-        ``skip_special_tokens``; an id beyond the vocabulary has no text."""
-        special = set(self.special_ids.values())
-        return self.decode([id for id in ids if id < self.vocab_size and id not in special])
-
     def decode_bytes(self, ids: Any) -> bytes:
         """Returns the bytes of some ids, exactly; `eod` has none."""
         return b"".join(self.token_pieces(ids))
@@ -527,6 +521,18 @@ def _end_of(tokenizer: Any, path: epath.Path) -> str:
             f"{[token.content for token in added.values()]}"
         )
     return choices[0]
+
+
+def special_ids_of(tokenizer: Tokenizer) -> Mapping[str, int]:
+    """Returns `special_ids`; empty for a tokenizer of your own that does not have them."""
+    return getattr(tokenizer, "special_ids", {})
+
+
+def decode_shown(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """Returns the text of some ids without special tokens, as transformers does with
+    ``skip_special_tokens``; an id beyond the vocabulary has no text."""
+    special = set(special_ids_of(tokenizer).values())
+    return tokenizer.decode([id for id in ids if id < tokenizer.vocab_size and id not in special])
 
 
 def trained_kind(name: str) -> tuple[str, int] | None:

@@ -1,15 +1,16 @@
 """A decoder as a model of lm-evaluation-harness, in this process."""
 
-import json
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxtrain.data.chat import TOKENIZER_CONFIG, encode_prompt
-from jaxtrain.data.tokenizers import Tokenizer
+from jaxtrain.data.tokenizers import Tokenizer, decode_shown, special_ids_of
 from jaxtrain.evaluate.scoring import Row, Scorer, windows
 from jaxtrain.host import extras
+from jaxtrain.host.paths import json_object
 from jaxtrain.run import trained
 from jaxtrain.serve.api import Text
 from jaxtrain.serve.engine import Engine, Request
@@ -73,7 +74,7 @@ def harness_model(
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list:
             if add_special_tokens is None:
                 return encode_context(string, tokenizer, prefix)
-            begin = tokenizer.beginning if add_special_tokens else ()
+            begin = beginning_of(tokenizer) if add_special_tokens else ()
             return [*begin, *encode_prompt(string, tokenizer).tolist()]
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm=False, **_: Any):
@@ -105,33 +106,38 @@ def harness_model(
         def generate_until(self, requests: Sequence[Any], disable_tqdm=False) -> list[str]:
             del disable_tqdm
             questions = [request.args for request in requests]
-            options = {"prefix": prefix, "defaults": defaults}
-            return written(tokenizer, engine, questions, frozenset(ends), **options)
+            return written(
+                tokenizer, engine, questions, frozenset(ends), prefix=prefix, defaults=defaults
+            )
 
     return Model()
 
 
 def declared(folder: str | None, tokenizer: Tokenizer) -> tuple[int, dict[str, Any]]:
     """Returns the token before a text without a context, ``bos_token`` or else the end of a
-    document, and the options of the generation config that change what is written."""
+    document, and the options of the generation config that change texts."""
     files = {} if folder is None else trained.beside(folder)
-    contents = (
-        json.loads(files.get(name, "{}")) for name in (TOKENIZER_CONFIG, trained.GENERATION)
+    tokens, config = (
+        json_object(files.get(name, "")) for name in (TOKENIZER_CONFIG, trained.GENERATION)
     )
-    tokens, config = (fields if isinstance(fields, dict) else {} for fields in contents)
     token = tokens.get("bos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    begin = tokenizer.beginning[:1] or (tokenizer.eod,)
+    begin, *_ = *beginning_of(tokenizer), tokenizer.eod
     read = {"repetition_penalty", *DRAWING, *NEUTRAL}
     defaults = {name: value for name, value in config.items() if name in read}
-    return tokenizer.special_ids.get(token, begin[0]), defaults
+    return special_ids_of(tokenizer).get(token, begin), defaults
+
+
+def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the special tokens that a tokenizer puts before a text, if it knows of them."""
+    return getattr(tokenizer, "beginning", ())
 
 
 def encode_context(text: str, tokenizer: Tokenizer, prefix: int) -> list[int]:
     """Returns the tokens of a text behind those that begin one, unless it spells ``prefix``
     itself, as a rendered chat does."""
     ids = encode_prompt(text, tokenizer).tolist()
-    return ids if ids[:1] == [prefix] else [*tokenizer.beginning, *ids]
+    return ids if ids[:1] == [prefix] else [*beginning_of(tokenizer), *ids]
 
 
 def written(
@@ -157,10 +163,8 @@ def written(
     """
     prefix = tokenizer.eod if prefix is None else prefix
     # The end of a document ends a text where its letters spell it, too.
-    spelled = [text for text, id in tokenizer.special_ids.items() if id == tokenizer.eod]
-    tokens: dict[int, list[int]] = {}
-    stoppers: dict[int, Text] = {}
-    stops: list[list[str]] = []
+    spelled = [text for text, id in special_ids_of(tokenizer).items() if id == tokenizer.eod]
+    rows: dict[int, tuple[list[int], Text, list[str]]] = {}
     for context, options in questions:
         until, limit, most, fields = generation_options({**defaults, **options})
         if limit >= engine.longest:
@@ -171,27 +175,24 @@ def written(
         prompt = encode_context(context, tokenizer, prefix) or [prefix]
         prompt = prompt[limit - engine.longest :]
         limit = limit if most is None else most - len(prompt)
-        number = engine.submit(Request(prompt, limit, seed=len(stoppers), ends=ends, **fields))
-        stops.append([*until, *spelled])
-        tokens[number], stoppers[number] = [], Text(stops[-1])
+        number = engine.submit(Request(prompt, limit, seed=len(rows), ends=ends, **fields))
+        stops = [*until, *spelled]
+        rows[number] = [], Text(stops), stops
     while engine.is_busy:
         for event in engine.step():
-            text = stoppers[event.number]
-            if text.stopped:
+            ids, text, _ = rows[event.number]
+            if text.stopped or event.token in ends or event.token >= tokenizer.vocab_size:
                 continue
-            if event.token in ends or event.token >= tokenizer.vocab_size:
-                continue  # without a text
-            tokens[event.number].append(event.token)
+            ids.append(event.token)
             text.add(*tokenizer.token_pieces([event.token]))
             if text.stopped and event.reason is None:
                 engine.cancel(event.number)
-    texts = []
-    for ids, terms in zip(tokens.values(), stops, strict=True):
-        text = tokenizer.decode_shown(ids)
-        for term in terms:
-            text = text.split(term)[0]
-        texts.append(text)
-    return texts
+    return [
+        functools.reduce(
+            lambda text, stop: text.split(stop)[0], stops, decode_shown(tokenizer, ids)
+        )
+        for ids, _, stops in rows.values()
+    ]
 
 
 def generation_options(
@@ -206,26 +207,23 @@ def generation_options(
     Raises:
       ValueError: an option is not known here and would change results.
     """
-    options = dict(options)
-    until = options.pop("until", None) or []
-    until = [until] if isinstance(until, str) else [text for text in until if text]
-    limits = [options.pop(name, None) for name in LIMITS]
-    limit = next((int(limit) for limit in limits if limit is not None), MOST)
+    options = {name: value for name, value in options.items() if value is not None}
+    until = options.pop("until", [])
+    until = [until] if isinstance(until, str) else until
+    limits = [options.pop(name) for name in LIMITS if name in options]
     most = options.pop("max_length", None)
-    temperature = float(options.pop("temperature", None) or 0)
-    draws = options.pop("do_sample", None)
+    temperature = float(options.pop("temperature", 0))
+    draws = options.pop("do_sample", temperature > 0)
     if draws and not temperature > 0:
         raise ValueError(
             "do_sample is true and temperature is 0 or left out: the harness's own model refuses "
             "that; give a temperature above 0, or do_sample: false"
         )
-    penalty = options.pop("repetition_penalty", None)
-    fields = {"temperature": 0.0, "repetition_penalty": 1.0 if penalty is None else penalty}
-    cuts = {name: options.pop(name, None) for name in DRAWING}
-    if temperature > 0 and draws in (None, True):
-        fields["temperature"] = temperature
-        fields |= {n: DRAWING[n] if value is None else value for n, value in cuts.items()}
-    unknown = {n: v for n, v in options.items() if n not in NEUTRAL or v not in (None, NEUTRAL[n])}
+    cuts = {name: options.pop(name, value) for name, value in DRAWING.items()}
+    fields = {"repetition_penalty": options.pop("repetition_penalty", 1.0), "temperature": 0.0}
+    fields |= {"temperature": temperature, **cuts} if draws else {}
+    unknown = {n: v for n, v in options.items() if n not in NEUTRAL or v != NEUTRAL[n]}
     if unknown:
         raise ValueError(f"the generation options {unknown} are not known here: leave them out")
-    return until, limit, None if most is None else int(most), fields
+    until = [text for text in until if text]
+    return until, int([*limits, MOST][0]), None if most is None else int(most), fields

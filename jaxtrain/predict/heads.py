@@ -18,6 +18,7 @@ from jaxtrain import data, hf
 from jaxtrain.data.enclosed import QuestionRows, TextRows, WordRows, best_answers
 from jaxtrain.data.images import SUFFIXES
 from jaxtrain.data.sources import find_files, rows_in
+from jaxtrain.data.tokenizers import decode_shown
 from jaxtrain.hf.opening import Opened, ends_of, labels_of
 from jaxtrain.host import least
 from jaxtrain.host.paths import as_path, is_folder
@@ -283,7 +284,7 @@ def write(model: Model, records: Sequence[Record]) -> Iterator[dict[str, Any]]:
                 new, _ = beam_search(config, params, tokens, beams=model.beams, **given)
         for index, ids in zip(part, np.asarray(new).tolist(), strict=True):
             stop = next((at for at, id in enumerate(ids) if id in ends), len(ids))
-            found[index] = tokenizer.decode_shown(ids[:stop])
+            found[index] = decode_shown(tokenizer, ids[:stop])
     return ({"text": text} for text in found)
 
 

@@ -141,9 +141,9 @@ class Answer:
             for event in events:
                 self._written += 1
                 piece = self._writer.piece(event, is_first=index not in begun)
-                if piece:
+                if piece is not None:
                     begun.add(index)
-                piece = text.add(piece, last=event.reason is not None)
+                piece = text.add(piece or b"", last=event.reason is not None)
                 told.append(Told(piece, event.token, event.logprob, event.top))
                 new, reason = new + piece, "stop" if text.stopped else event.reason
                 if reason:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
-from jaxtrain.data.tokenizers import Tokenizer
+from jaxtrain.data.tokenizers import Tokenizer, special_ids_of
 from jaxtrain.serve.engine import Event, Request
 from jaxtrain.serve.programs import BIASES, ENDS, TOP
 
@@ -59,7 +59,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 _OF_CLIENTS = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
 _COMMON = {"model", "stream", "stream_options", "stop", "stop_token_ids", "ignore_eos"}
 _COMMON |= {"logit_bias", "parallel_tool_calls", "skip_special_tokens"} | _OF_CLIENTS
-_OBFUSCATION = "include_obfuscation"
+_OF_STREAMS = {"include_usage", "include_obfuscation"}
 DEFAULT_TOKENS = 16
 # Answers to one request.
 MOST = 1024
@@ -150,12 +150,11 @@ class Reader:
         if echo and self.sources is not None:
             raise ValueError("echo is true: the answer does not continue a source; leave it out")
         options = body.get("stream_options", {})
-        if not isinstance(options, dict) or options.keys() - {"include_usage", _OBFUSCATION}:
+        fits = isinstance(options, dict) and options.keys() <= _OF_STREAMS
+        if not fits or options.get("include_obfuscation"):
             raise ValueError(
-                f"stream_options must be an object with include_usage and {_OBFUSCATION} alone"
+                "stream_options must be an object with include_usage, and include_obfuscation false"
             )
-        if _flag(options, _OBFUSCATION):
-            raise ValueError(f"{_OBFUSCATION} is true, which is not offered: set it to false")
         rows = [self._messages(body)] if chat else self.rows({"prompt": ""} | body, "prompt")
         if len(rows) * given["n"] > MOST:
             raise ValueError(
@@ -235,7 +234,7 @@ class Reader:
         size = self.tokenizer.vocab_size
         if not isinstance(ids, list) or not all(type(x) is int and 0 <= x < size for x in ids):
             raise ValueError(f"stop_token_ids must be a list of numbers from 0 to {size - 1}")
-        special = self.tokenizer.special_ids
+        special = special_ids_of(self.tokenizer)
         spelled = (special[stop] for stop in _stops(body) if stop in special)
         ends = frozenset() if _flag(body, "ignore_eos") else self.ends
         return ends.union(ids, spelled)
@@ -301,13 +300,11 @@ class Reader:
         return [*self.begin[1], *ids.tolist()]
 
     def _unsent(self, prompt: Any) -> tuple[int, ...]:
-        """The number of tokens before each prompt of a body that its client did not send."""
-        is_row = isinstance(prompt, str) or type(prompt[0]) is int
+        """The number of tokens before each prompt of a body that its client did not send: none
+        before one of tokens, of which this returns a 0 for each token, or each list of them."""
         begin = len(self.begin[0])
-        return tuple(
-            max(begin, text == "") if isinstance(text, str) else 0
-            for text in ([prompt] if is_row else prompt)
-        )
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        return tuple(max(begin, x == "") if isinstance(x, str) else 0 for x in prompts)
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -325,8 +322,11 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(content, str) and (content is not None or not calls):
         raise ValueError("a message's content must be text, or null beside tool_calls")
     # Clients send null for a field that they leave out. Content alone may be null itself.
-    fields = {name: value for name, value in message.items() if value is not None}
-    return fields | ({"content": content} if "content" in message else {})
+    return {
+        name: content if name == "content" else value
+        for name, value in message.items()
+        if name == "content" or value is not None
+    }
 
 
 def check_model(body: Mapping[str, Any], models: Sequence[str]) -> None:
@@ -429,6 +429,22 @@ class Text:
         return next((n for n in sizes if self._held.endswith(stop[:n])), 0)
 
 
+def token_bytes(
+    tokenizer: Tokenizer, token: int, special: Mapping[int, bytes], *, begins: bool
+) -> bytes | None:
+    """Returns the bytes of a token of an answer; None for a token without any.
+
+    Args:
+      special: the bytes of special tokens, empty if they have no text.
+      begins: leaves out the space that some tokenizers have before every text.
+    """
+    if token in special or token >= tokenizer.vocab_size:
+        return special.get(token) or None
+    if not (piece := tokenizer.token_pieces([token])[0]):
+        return None
+    return tokenizer.decode_bytes([token]) if begins else piece
+
+
 @dataclasses.dataclass(frozen=True)
 class Told:
     """A token, and the text that it adds."""
@@ -456,22 +472,19 @@ class Writer:
         }
         # Letters that each choice has told so far.
         self._lengths: collections.Counter[int] = collections.Counter()
-        self._special = {id: text.encode() for text, id in tokenizer.special_ids.items()}
+        self._special = {
+            id: text.encode() if asked.shows_special else b""
+            for text, id in special_ids_of(tokenizer).items()
+        } | dict.fromkeys(asked.requests[0].ends, b"")
 
-    def piece(self, event: Event, *, is_first: bool) -> bytes:
-        """The bytes of an event's token; an end has none, and special tokens only if asked for."""
-        if event.token in self._asked.requests[0].ends:
-            return b""
-        if event.token in self._special:
-            return self._special[event.token] if self._asked.shows_special else b""
-        if is_first and self._asked.begins and event.token < self._tokenizer.vocab_size:
-            return self._tokenizer.decode_bytes([event.token])
-        return self._piece(event.token)
+    def piece(self, event: Event, *, is_first: bool) -> bytes | None:
+        """The bytes of an event's token; None for an end, or for a token without any."""
+        begins = is_first and self._asked.begins
+        return token_bytes(self._tokenizer, event.token, self._special, begins=begins)
 
     def _piece(self, token: int) -> bytes:
-        """The bytes of a token; none of one that marks a gap in a T5's source."""
-        known = token < self._tokenizer.vocab_size
-        return self._tokenizer.token_pieces([token])[0] if known else b""
+        """The bytes by which a token is named; T5's marks of gaps have none."""
+        return token_bytes(self._tokenizer, token, {}, begins=False) or b""
 
     def whole(self, choices: Sequence[tuple[str, list[Told], str]], written: int) -> dict[str, Any]:
         """The answer with all choices, each its text, tokens and why it ended."""

@@ -11,12 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.data.chat import ChatTemplate, encode_marked, encode_prompt
+from jaxtrain.data.tokenizers import special_ids_of
 from jaxtrain.hf.opening import ModelOptions, Opened, ends_of
 from jaxtrain.host.least import check_least
 from jaxtrain.models.decoder import DecoderConfig
 from jaxtrain.models.decoding import longest_row
 from jaxtrain.models.generate import beam_search, padded_length, prompts, stream, whole_rows
-from jaxtrain.serve.api import Text
+from jaxtrain.serve.api import Text, token_bytes
 from jaxtrain.serve.command import template_of
 
 # New tokens, where --max-tokens is left out.
@@ -142,10 +143,13 @@ class Writer:
     def __init__(self, options: GenerateOptions, opened: Opened, mesh: Mesh):
         self.opened = opened
         self._options, self._mesh = options, mesh
-        self._special = opened.tokenizer.special_ids
+        special = special_ids_of(opened.tokenizer)
+        self._special = dict.fromkeys(special.values(), b"")
         # A stop that spells a special token ends a text by that token, which has no letters.
-        stops = (self._special[stop] for stop in options.stop if stop in self._special)
+        stops = (special[stop] for stop in options.stop if stop in special)
         self._ends = (*ends_of(opened.folder, opened.tokenizer), *stops)
+        # The answer is a text of its own, and no part of the one before it.
+        self._begins = options.chat or not isinstance(opened.model, DecoderConfig)
         self._read = self._written = self._rows = self._texts = 0
         self._reading = self._writing = 0.0
 
@@ -182,7 +186,8 @@ class Writer:
             self._written += 1
             if token in self._ends:
                 break
-            piece = self._piece(token, is_first=not is_begun)
+            begins = self._begins and not is_begun
+            piece = token_bytes(self.opened.tokenizer, token, self._special, begins=begins)
             is_begun = is_begun or piece is not None
             part = text.add(piece or b"")
             said += part
@@ -235,14 +240,3 @@ class Writer:
         rng, self._texts = jax.random.key(options.seed + self._texts), self._texts + 1
         batch = prompts(model, rows, rng=rng, **given, **drawn)
         yield from stream(model, params, batch, mesh=self._mesh)
-
-    def _piece(self, token: int, *, is_first: bool) -> bytes | None:
-        """The bytes of a token; None for a special token, or one that the tokenizer lacks."""
-        tokenizer = self.opened.tokenizer
-        if token >= tokenizer.vocab_size or token in self._special.values():
-            return None
-        if not (piece := tokenizer.token_pieces([token])[0]):
-            return None
-        if is_first and (self._options.chat or not isinstance(self.opened.model, DecoderConfig)):
-            return tokenizer.decode_bytes([token])  # without a space that begins every text
-        return piece

@@ -1,8 +1,10 @@
 """Requests read and answers written, without a network."""
 
+import asyncio
 import dataclasses
 import functools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 
 from jaxtrain.data import ByteTokenizer, SubwordTokenizer
 from jaxtrain.data.chat import TEMPLATES, ChatTemplate
+from jaxtrain.data.tokenizers import decode_shown
+from jaxtrain.serve import answer
 from jaxtrain.serve.api import Reader, Text, Told, Writer
 from jaxtrain.serve.engine import Event
 from tests.serve.conftest import AS_A_RUN
@@ -100,14 +104,55 @@ def test_special_tokens_have_a_text_only_if_they_are_asked_for():
     tokenizer = SubwordTokenizer.train([b"a"], 257).adding("<turn>")
     turn = tokenizer.special_ids["<turn>"]
     reader = dataclasses.replace(READER, tokenizer=tokenizer)
-    for skips, text in ((None, b""), (True, b""), (False, b"<turn>")):
+    for skips, text in ((None, None), (True, None), (False, b"<turn>")):
         writer = Writer(
             read({"prompt": "a", "skip_special_tokens": skips}, reader=reader), tokenizer
         )
         assert writer.piece(Event(0, turn, 0.0, (), None), is_first=True) == text
     stopped = read({"prompt": "a", "stop": ["<turn>", "b"]}, reader=reader)
     assert turn in stopped.requests[0].ends
-    assert Writer(stopped, tokenizer).piece(Event(0, turn, 0.0, (), "stop"), is_first=False) == b""
+    assert Writer(stopped, tokenizer).piece(Event(0, turn, 0.0, (), "stop"), is_first=False) is None
+
+
+class Words:
+    """A tokenizer of a user's own, with the interface of an earlier release: a space begins every
+    text."""
+
+    vocab_size, eod, fingerprint, special_pattern = 3, 0, "words", ""
+
+    def encode_batch(self, texts):
+        return [np.full(len(text), 2, np.int32) for text in texts]
+
+    def token_pieces(self, ids):
+        return [(b"", b" ", b" a")[id] for id in ids]
+
+    def decode_bytes(self, ids):
+        return b"".join(self.token_pieces(ids)).removeprefix(b" ")
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode()
+
+
+def test_only_the_first_space_of_an_answer_is_left_out():
+    words, numbers = Words(), answer.Numbers()
+    reader = dataclasses.replace(READER, tokenizer=words, ends=frozenset([0]), begin=((), ()))
+    for ids in ([1, 2, 0], [2, 1, 0], [1, 1, 2, 0]):
+
+        def submit(request, sink, ids=ids):
+            sink([Event(0, id, 0.0, (), None if id else "stop") for id in ids])
+            return lambda: None
+
+        worker = types.SimpleNamespace(
+            submit=submit, engine=types.SimpleNamespace(fingerprint=None)
+        )
+        chat = {"messages": [{"role": "user", "content": "a"}]}
+        asked = read(chat, chat=True, reader=reader)
+
+        async def whole(worker=worker, asked=asked):
+            return await answer.Answer(worker, reader, asked, numbers, answer.Limits()).whole()
+
+        (choice,) = asyncio.run(whole())["choices"]
+        assert choice["message"]["content"] == words.decode(ids) == decode_shown(words, ids)
 
 
 def test_tokens_end_are_biased_and_are_cut_as_clients_of_vllm_ask():
@@ -229,6 +274,6 @@ def test_the_answers_are_openai_s():
         "top_logprobs": [{"b": -0.5}, {"b": -0.2}],
         "text_offset": [0, 1],
     }
-    assert writer.piece(Event(0, TOKENIZER.eod, 0.0, (), "stop"), is_first=True) == b""
+    assert writer.piece(Event(0, TOKENIZER.eod, 0.0, (), "stop"), is_first=True) is None
     assert writer.piece(Event(0, 195, 0.0, (), None), is_first=False) == b"\xc3"
     assert np.isfinite(answer["created"])
