@@ -63,13 +63,7 @@ def harness_model(
     prefix, defaults = declared(folder, tokenizer)
 
     class Model(TemplateLM):
-        @property
-        def eot_token_id(self) -> int:
-            return tokenizer.eod
-
-        @property
-        def prefix_token_id(self) -> int:
-            return prefix
+        eot_token_id, prefix_token_id = tokenizer.eod, prefix
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list:
             if add_special_tokens is None:
@@ -105,10 +99,8 @@ def harness_model(
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm=False) -> list[str]:
             del disable_tqdm
-            questions = [request.args for request in requests]
-            return written(
-                tokenizer, engine, questions, frozenset(ends), prefix=prefix, defaults=defaults
-            )
+            questions, last = [request.args for request in requests], frozenset(ends)
+            return written(tokenizer, engine, questions, last, prefix=prefix, defaults=defaults)
 
     return Model()
 
@@ -209,7 +201,7 @@ def generation_options(
     """
     options = {name: value for name, value in options.items() if value is not None}
     until = options.pop("until", [])
-    until = [until] if isinstance(until, str) else until
+    until = [text for text in ([until] if isinstance(until, str) else until) if text]
     limits = [options.pop(name) for name in LIMITS if name in options]
     most = options.pop("max_length", None)
     temperature = float(options.pop("temperature", 0))
@@ -225,5 +217,4 @@ def generation_options(
     unknown = {n: v for n, v in options.items() if n not in NEUTRAL or v != NEUTRAL[n]}
     if unknown:
         raise ValueError(f"the generation options {unknown} are not known here: leave them out")
-    until = [text for text in until if text]
     return until, int([*limits, MOST][0]), None if most is None else int(most), fields

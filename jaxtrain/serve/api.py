@@ -201,14 +201,10 @@ class Reader:
                         **{name: given[name] for name in _SHAPING},
                     )
                 )
-        usage = _flag(options, "include_usage")
-        asked = tuple(requests), len(rows), chat, model, _stops(body)
+        fields = tuple(requests), len(rows), chat, model, _stops(body), logprobs, echo, stream
         return Asked(
-            *asked,
-            logprobs,
-            echo,
-            stream,
-            usage,
+            *fields,
+            usage=_flag(options, "include_usage"),
             begins=chat or self.sources is not None,
             shows_special=not _flag(body, "skip_special_tokens", default=True),
             unsent=self._unsent(body.get("prompt", "")) if echo else (),
@@ -246,8 +242,7 @@ class Reader:
             raise ValueError(f"logit_bias must be an object of at most {BIASES} tokens")
         for name, value in given.items():
             # A number of thousands of digits is beyond Python's limit.
-            fits = name.isdecimal() and name.isascii() and len(name) < 20
-            if not fits or int(name) >= size:
+            if not (name.isdecimal() and name.isascii() and len(name) < 20 and int(name) < size):
                 raise ValueError(f"logit_bias has the token {name!r}: give 0 to {size - 1}")
             if type(value) not in (int, float) or not -100 <= value <= 100:
                 raise ValueError(f"logit_bias of {name} is {value!r}: give a number, -100 to 100")
@@ -322,11 +317,8 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(content, str) and (content is not None or not calls):
         raise ValueError("a message's content must be text, or null beside tool_calls")
     # Clients send null for a field that they leave out. Content alone may be null itself.
-    return {
-        name: content if name == "content" else value
-        for name, value in message.items()
-        if name == "content" or value is not None
-    }
+    fields = {name: value for name, value in message.items() if value is not None}
+    return fields | ({"content": content} if "content" in message else {})
 
 
 def check_model(body: Mapping[str, Any], models: Sequence[str]) -> None:
