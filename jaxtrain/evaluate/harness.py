@@ -66,10 +66,7 @@ def harness_model(
         eot_token_id, prefix_token_id = tokenizer.eod, prefix
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list:
-            if add_special_tokens is None:
-                return encode_context(string, tokenizer, prefix)
-            begin = beginning_of(tokenizer) if add_special_tokens else ()
-            return [*begin, *encode_prompt(string, tokenizer).tolist()]
+            return encode_context(string, tokenizer, prefix, begins=add_special_tokens)
 
         def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm=False, **_: Any):
             del disable_tqdm
@@ -114,22 +111,20 @@ def declared(folder: str | None, tokenizer: Tokenizer) -> tuple[int, dict[str, A
     )
     token = tokens.get("bos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    begin, *_ = *beginning_of(tokenizer), tokenizer.eod
+    begin, *_ = *getattr(tokenizer, "beginning", ()), tokenizer.eod
     read = {"repetition_penalty", *DRAWING, *NEUTRAL}
     defaults = {name: value for name, value in config.items() if name in read}
     return special_ids_of(tokenizer).get(token, begin), defaults
 
 
-def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns the special tokens that a tokenizer puts before a text, if it knows of them."""
-    return getattr(tokenizer, "beginning", ())
-
-
-def encode_context(text: str, tokenizer: Tokenizer, prefix: int) -> list[int]:
-    """Returns the tokens of a text behind those that begin one, unless it spells ``prefix``
-    itself, as a rendered chat does."""
+def encode_context(
+    text: str, tokenizer: Tokenizer, prefix: int, *, begins: bool | None = None
+) -> list[int]:
+    """Returns the tokens of a text, behind those that begin one if ``begins``; None takes these
+    unless the text spells ``prefix`` itself, as a rendered chat does."""
     ids = encode_prompt(text, tokenizer).tolist()
-    return ids if ids[:1] == [prefix] else [*beginning_of(tokenizer), *ids]
+    begins = ids[:1] != [prefix] if begins is None else begins
+    return [*getattr(tokenizer, "beginning", ()), *ids] if begins else ids
 
 
 def written(

@@ -259,7 +259,7 @@ def make_front(
                 await self.body_iterator.aclose()
 
     async def hangs(replica: Replica, port: int) -> bool:
-        """Whether a replica does not tell its health, and has not been started again."""
+        """Returns False if a replica tells its health, or has been started again."""
         with contextlib.suppress(*lost):
             await told_soon(port, "/health")
             return False

@@ -146,10 +146,10 @@ def test_only_the_first_space_of_an_answer_is_left_out():
             submit=submit, engine=types.SimpleNamespace(fingerprint=None)
         )
         chat = {"messages": [{"role": "user", "content": "a"}]}
-        asked = read(chat, chat=True, reader=reader)
+        request = read(chat, chat=True, reader=reader)
 
-        async def whole(worker=worker, asked=asked):
-            return await answer.Answer(worker, reader, asked, numbers, answer.Limits()).whole()
+        async def whole(worker=worker, request=request):
+            return await answer.Answer(worker, reader, request, numbers, answer.Limits()).whole()
 
         (choice,) = asyncio.run(whole())["choices"]
         assert choice["message"]["content"] == words.decode(ids) == decode_shown(words, ids)
