@@ -123,7 +123,7 @@ def imported(file, names):
 
 
 # Lines of the package and the experiments, which a commit may raise by editing this number alone.
-CEILING = 86_892
+CEILING = 89_123
 
 
 def test_the_house_does_not_grow_unseen():
