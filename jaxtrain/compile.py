@@ -333,7 +333,7 @@ def use_compilation_cache(directory: str | os.PathLike | None = None) -> str | N
         directory = cache / "programs" / processor()
         with contextlib.suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.R_OK):  # JAX would warn of every program.
+        if not os.access(directory, os.R_OK | os.W_OK):  # JAX would warn of every program.
             return None
         # In a thread, for over a network thousands of files take seconds to look at.
         room = (directory, PROGRAM_BYTES)

@@ -129,6 +129,9 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch, tmp_path):
         (tmp_path / "file").write_text("")  # in place of a home that cannot be written
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
         assert use_compilation_cache() is None
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+        assert use_compilation_cache() is None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
