@@ -34,7 +34,6 @@ import io
 import itertools
 import math
 import os
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -461,7 +460,7 @@ def errors_by_group(
         for part, expected in step.parts.items():
             so_far = errors.setdefault(part, {})
             for group, leaves in expected.items():
-                rounding = step.rounding if part == "gradients" else {}
+                rounding = step.rounding if part == "gradients" else None
                 error = worst(found[part][group], leaves, rounding)
                 so_far[group] = max(so_far.get(group, error), error)
     return errors
@@ -576,7 +575,7 @@ def _compared(replays: bool) -> optax.GradientTransformation:
 
 
 def worst(
-    results: PyTree, expected: PyTree, rounding: Mapping[str, float] = types.MappingProxyType({})
+    results: PyTree, expected: PyTree, rounding: Mapping[str, float] | None = None
 ) -> tuple[float, str]:
     """The largest error over the leaves of trees with the same paths, as defined at the top of this
     module (infinite where something is not a number), and the path of the leaf that has it. A
@@ -599,7 +598,7 @@ def worst(
         floor = 0.01 * total * math.sqrt(b.size / count)
         norm = max(_norm(b), floor)
         distance = _norm(np.float64(results[name]) - np.float64(b))
-        distance = 0.0 if distance <= rounding.get(name, 0.0) else distance
+        distance = 0.0 if rounding and distance <= rounding.get(name, 0.0) else distance
         error = distance / norm if norm else distance
         errors.append((math.inf if math.isnan(error) else error, name))
     return max(errors)
