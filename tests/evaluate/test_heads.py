@@ -80,7 +80,7 @@ def stub(monkeypatch, opened_model, folder, said):
     from jaxtrain.hf import opening
 
     opened = opening.Opened(opened_model, None, None, str(folder), ((), ()))
-    monkeypatch.setattr(opening, "open_model", lambda *forms, **given: opened)
+    monkeypatch.setattr(command, "open_model", lambda *forms, **options: opened)
     monkeypatch.setattr(heads, "predictions", lambda model, path: said(model))
 
 
