@@ -402,9 +402,11 @@ def test_an_answer_that_is_json_of_no_messages_is_a_text(answer):
 
 def test_fields_that_the_template_does_not_read_are_whatever_they_are():
     """A data set may call its texts `documents`."""
-    (asked,) = load_template("chatml").conversations("x", {"messages": MESSAGES})
-    others = {"documents": "A text.", "tools": ["search"]}
-    assert load_template("chatml").conversations("x", {"messages": MESSAGES} | others) == [asked]
+    template, row = load_template("chatml"), {"messages": MESSAGES}
+    unread_fields = {"documents": "A text.", "tools": ["search"]}
+    conversations = template.conversations("x", row)
+    assert len(conversations) == 1
+    assert template.conversations("x", row | unread_fields) == conversations
 
 
 def test_columns_of_json_are_read_as_json(tmp_path):
